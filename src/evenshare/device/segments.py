@@ -1,0 +1,27 @@
+"""Closed form of an even share over equal tiles, for kernels that need no plan arrays (`schedule.UniformPlan`).
+
+Tiles [0, num_whole) are dealt whole: worker w takes w, w + P, w + 2P, ... The remaining tiles form one range of
+T = (num_tiles - num_whole) * iters iterations, of which worker w takes [w*T//P, (w+1)*T//P). 64-bit products: w*T passes 2^31.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def share_begin(worker, total, num_workers):
+    """First iteration of `worker`'s share of `total` iterations."""
+    return (worker.to(tl.int64) * total // num_workers).to(tl.int32)
+
+
+@triton.jit
+def first_contributor(tile_begin, total, num_workers):
+    """The worker whose share holds iteration `tile_begin`."""
+    return ((tile_begin.to(tl.int64) + 1) * num_workers - 1) // total
+
+
+@triton.jit
+def partial_slot(worker, tile_begin, total, num_workers):
+    """Slot of `worker`'s partial of the tile that begins at `tile_begin`: a share has at most two partial segments, its first
+    (slot 0, begins at or after the tile's begin) and its last (slot 1)."""
+    return worker * 2 + (share_begin(worker, total, num_workers) < tile_begin).to(tl.int32)

@@ -1,0 +1,22 @@
+"""evenshare: balanced attention, Stream-K GEMM and W4A16 kernels for LLM inference."""
+
+from evenshare._lazy import attach
+
+__version__ = "0.1.0"
+
+__getattr__, __all__ = attach(
+    __name__,
+    {
+        "AttentionPlan": "attention",
+        "QuantizedWeight": "quant",
+        "append_paged_kv_cache": "ops",
+        "attention": "attention.functions",
+        "matmul": "gemm",
+        "merge_state": "attention",
+        "merge_states": "attention",
+        "paged_attention": "attention",
+        "plan_attention": "attention",
+        "quantize": "quant",
+        "w4a16_matmul": "quant",
+    },
+)

@@ -1,0 +1,191 @@
+"""Portable attention forward: one worker walks its segments of the plan, and the last arriver merges a split tile.
+
+A tile is BLOCK_M packed rows of one request and one KV head: row p of a request is query token p // GROUP and query head
+kv_head * GROUP + p % GROUP, so the query heads of one KV head share every key that is loaded (FlashInfer, section 3.2).
+An iteration is BLOCK_N keys. Softmax runs in base 2 (FlashAttention-2's order of operations); a partial is (o, lse) in fp32.
+
+A partial whose request points outside the cache carries lse = +inf: the merge turns the tile into o = 0, lse = -inf.
+"""
+
+import triton
+import triton.language as tl
+
+from evenshare.device.merge import arrive
+
+# Columns of the segment table (schedule.plan) and of the tile table (attention.tiles), and status bits, as kernels see them.
+SEGMENT_COLUMNS = tl.constexpr(8)
+TILE_COLUMNS = tl.constexpr(8)
+BAD_INDEX = tl.constexpr(8)
+NEG_INF = tl.constexpr(float("-inf"))
+POS_INF = tl.constexpr(float("inf"))
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _store_rows(out_ptr, lse_ptr, acc, lse2, q_start, q_idx, head, rows_valid, lse_scale,
+                stride_o_start, stride_o_token, stride_o_head, stride_lse_start, stride_lse_token, stride_lse_head,
+                HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_LSE: tl.constexpr):  # fmt: skip
+    dv = tl.arange(0, BLOCK_DV)
+    rows = q_start * stride_o_start + q_idx * stride_o_token + head * stride_o_head
+    mask = rows_valid[:, None] & (dv < HEAD_DIM_V)[None, :]
+    tl.store(out_ptr + rows[:, None] + dv[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+    if HAS_LSE:
+        lse_rows = q_start * stride_lse_start + q_idx * stride_lse_token + head * stride_lse_head
+        tl.store(lse_ptr + lse_rows, lse2 * lse_scale, mask=rows_valid)
+
+
+@triton.jit
+def _merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots,
+                    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, SLOT_BLOCK: tl.constexpr):  # fmt: skip
+    """Combine the partials of one tile in tile order: (o, lse) of all slots -> (acc [BLOCK_M, BLOCK_DV], lse2 [BLOCK_M])."""
+    rows = tl.arange(0, BLOCK_M)
+    dv = tl.arange(0, BLOCK_DV)
+    slots = tl.arange(0, SLOT_BLOCK)
+    # The maximum first, SLOT_BLOCK slots at a time: the loads of the second loop are then independent of each other.
+    peak = tl.full([BLOCK_M], NEG_INF, tl.float32)
+    for s in range(0, num_slots, SLOT_BLOCK):
+        offsets = (slot_begin + s + slots).to(tl.int64)[:, None] * BLOCK_M + rows[None, :]
+        lse = tl.load(partial_lse_ptr + offsets, mask=(s + slots < num_slots)[:, None], other=NEG_INF)
+        peak = tl.maximum(peak, tl.max(lse, 0))
+    # A row with an infinite peak has no key (-inf) or a bad index (+inf): its weights are all zero.
+    usable = (peak > NEG_INF) & (peak < POS_INF)
+    base = tl.where(usable, peak, 0.0)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for s in tl.range(0, num_slots, num_stages=3):
+        slot = (slot_begin + s).to(tl.int64)
+        lse = tl.load(partial_lse_ptr + slot * BLOCK_M + rows)
+        weight = tl.where(usable, tl.exp2(lse - base), 0.0)
+        o = tl.load(partial_o_ptr + (slot * BLOCK_M + rows)[:, None] * BLOCK_DV + dv[None, :])
+        acc += o * weight[:, None]
+        total += weight
+    safe = tl.where(total > 0.0, total, 1.0)
+    lse2 = tl.where(usable, base + tl.log2(safe), tl.where(peak == NEG_INF, NEG_INF, tl.where(peak == POS_INF, NEG_INF, peak)))
+    # A NaN peak (NaN in q or k) stays NaN.
+    acc = tl.where((peak != peak)[:, None], peak[:, None], acc / safe[:, None])
+    return acc, lse2
+
+
+@triton.jit
+def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+            partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
+            sm_scale, logits_soft_cap, lse_scale, window_left, num_kv_heads, num_q_starts, num_q_tokens, num_pages, num_indices,
+            stride_q_start, stride_q_token, stride_q_head,
+            stride_k_page, stride_k_token, stride_k_head,
+            stride_v_page, stride_v_token, stride_v_head,
+            stride_o_start, stride_o_token, stride_o_head,
+            stride_lse_start, stride_lse_token, stride_lse_head,
+            GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr, DENSE: tl.constexpr,
+            CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_LSE: tl.constexpr,
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+            NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """PAGE_SIZE > 0: k and v are pages, found through kv_indices. PAGE_SIZE == 0: contiguous keys, the request's first at
+    kv_start * stride_k_page. DENSE: q_start and kv_start count batch entries (stride_*_start, stride_*_page are batch strides);
+    otherwise they count tokens, or entries of kv_indices, and stride_q_start == stride_q_token."""
+    worker = tl.program_id(0)
+    rows = tl.arange(0, BLOCK_M)
+    keys = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    segment_end = tl.load(worker_indptr_ptr + worker + 1)
+    for segment in range(tl.load(worker_indptr_ptr + worker), segment_end):
+        row = segments_ptr + segment.to(tl.int64) * SEGMENT_COLUMNS
+        tile = tl.load(row)
+        block_lo = tl.load(row + 1)
+        block_hi = tl.load(row + 2)
+        slot = tl.load(row + 3)
+        slot_begin = tl.load(row + 4)
+        num_slots = tl.load(row + 5)
+        counter = tl.load(row + 6)
+
+        row_tile = tile // num_kv_heads
+        kv_head = (tile - row_tile * num_kv_heads).to(tl.int64)
+        info = tiles_ptr + row_tile.to(tl.int64) * TILE_COLUMNS
+        q_start = tl.load(info).to(tl.int64)
+        qo_len = tl.load(info + 1)
+        row_begin = tl.load(info + 2)
+        kv_start = tl.load(info + 3).to(tl.int64)
+        kv_len = tl.load(info + 4)
+        first_block = tl.load(info + 5)
+
+        packed = row_begin + rows
+        q_idx = packed // GROUP
+        head = kv_head * GROUP + (packed - q_idx * GROUP)
+        # Every index is clamped to what the caller's tensors hold: the plan's values may come from the device, unread.
+        rows_valid = packed < qo_len * GROUP
+        if DENSE:
+            rows_valid &= (q_start < num_q_starts) & (q_idx < num_q_tokens)
+        else:
+            rows_valid &= q_start + q_idx < num_q_tokens
+        q_rows = q_start * stride_q_start + q_idx.to(tl.int64) * stride_q_token + head * stride_q_head
+        q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=rows_valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+
+        last_key = kv_len - qo_len + q_idx  # bottom-right aligned: the last key that a causal row sees
+        peak = tl.full([BLOCK_M], NEG_INF, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        bad = tl.zeros([BLOCK_N], tl.int32)
+        for block in tl.range(first_block + block_lo, first_block + block_hi, num_stages=NUM_STAGES):
+            n = block * BLOCK_N + keys
+            in_request = n < kv_len
+            if PAGE_SIZE > 0:
+                entry = kv_start + n // PAGE_SIZE
+                page = tl.load(kv_indices_ptr + entry, mask=in_request & (entry < num_indices), other=-1)
+                outside = in_request & ((page < 0) | (page >= num_pages))
+                page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+                token = (n % PAGE_SIZE).to(tl.int64)
+                readable = in_request & (num_pages > 0)
+            else:
+                page = kv_start + tl.zeros([BLOCK_N], tl.int64)
+                token = n.to(tl.int64)
+                if DENSE:
+                    outside = in_request & (page >= num_pages)
+                else:
+                    outside = in_request & (page + token >= num_pages)
+                readable = in_request & (outside == 0)
+            bad |= outside.to(tl.int32)
+            k_rows = page * stride_k_page + token * stride_k_token + kv_head * stride_k_head
+            v_rows = page * stride_v_page + token * stride_v_token + kv_head * stride_v_head
+            k = tl.load(k_ptr + k_rows[None, :] + d[:, None], mask=readable[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+            v = tl.load(v_ptr + v_rows[:, None] + dv[None, :], mask=readable[:, None] & (dv < HEAD_DIM_V)[None, :], other=0.0)
+            s = tl.dot(q, k, input_precision=PRECISION) * sm_scale
+            if HAS_SOFT_CAP:
+                # tanh(x) = 2 sigmoid(2x) - 1
+                s = logits_soft_cap * (2.0 * tl.sigmoid(2.0 * s / logits_soft_cap) - 1.0)
+            s = s * LOG2E
+            keep = in_request[None, :]
+            if CAUSAL:
+                keep = keep & (n[None, :] <= last_key[:, None])
+            if HAS_WINDOW:
+                keep = keep & (n[None, :] + window_left >= last_key[:, None])
+            s = tl.where(keep, s, NEG_INF)
+            new_peak = tl.maximum(peak, tl.max(s, 1))
+            base = tl.where(new_peak == NEG_INF, 0.0, new_peak)
+            p = tl.exp2(s - base[:, None])
+            alpha = tl.exp2(peak - base)
+            total = total * alpha + tl.sum(p, 1)
+            acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+            peak = new_peak
+
+        is_bad = tl.max(bad, 0) > 0
+        if is_bad:
+            tl.atomic_or(status_ptr, BAD_INDEX)
+        safe = tl.where(total == 0.0, 1.0, total)
+        acc = tl.where(is_bad, 0.0, acc / safe[:, None])
+        lse2 = tl.where(total == 0.0, NEG_INF, peak + tl.log2(safe))
+
+        finished = num_slots == 1
+        if num_slots > 1:
+            lse2 = tl.where(is_bad, POS_INF, lse2)
+            slot_rows = slot.to(tl.int64) * BLOCK_M + rows
+            tl.store(partial_o_ptr + slot_rows[:, None] * BLOCK_DV + dv[None, :], acc)
+            tl.store(partial_lse_ptr + slot_rows, lse2)
+            finished = arrive(counters_ptr + counter, num_slots)
+            if finished:
+                acc, lse2 = _merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, BLOCK_M, BLOCK_DV, 16)
+        else:
+            lse2 = tl.where(is_bad, NEG_INF, lse2)
+        if finished:
+            _store_rows(out_ptr, lse_ptr, acc, lse2, q_start, q_idx.to(tl.int64), head, rows_valid, lse_scale,
+                        stride_o_start, stride_o_token, stride_o_head, stride_lse_start, stride_lse_token, stride_lse_head,
+                        HEAD_DIM_V, BLOCK_DV, HAS_LSE)  # fmt: skip

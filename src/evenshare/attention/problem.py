@@ -1,0 +1,72 @@
+"""What one attention call computes: the part that does not depend on lengths. Each constraint is stated once, here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Heads, dims, dtype and mask of an attention call. Raises ValueError or TypeError naming the argument at fault."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int  # of q and k
+    head_dim_v: int  # of v and the output
+    dtype: torch.dtype  # of q, k, v and the output
+    page_size: int = 0  # 0: contiguous keys
+    causal: bool = False
+    window_left: int = -1  # keys to the left that a row sees, inclusive; -1: all
+    logits_soft_cap: float = 0.0  # 0: off
+    sm_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_qo_heads < 1 or self.num_qo_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_qo_heads, num_kv_heads: got {self.num_qo_heads} and {self.num_kv_heads}, "
+                "want positive numbers, the first a multiple of the second"
+            )
+        for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
+                raise ValueError(f"{name}: got {dim}, want {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
+        if self.dtype not in DTYPES:
+            raise TypeError(f"dtype of q, k, v: got {self.dtype}, want one of {', '.join(map(str, DTYPES))}")
+        if self.page_size < 0:
+            raise ValueError(f"page_size: got {self.page_size}, want 1 or more")
+        if self.window_left < -1:
+            raise ValueError(f"window_left: got {self.window_left}, want -1 (off) or a count of keys >= 0")
+        if not (self.logits_soft_cap >= 0 and math.isfinite(self.logits_soft_cap)):
+            raise ValueError(f"logits_soft_cap: got {self.logits_soft_cap}, want a finite number >= 0 (0 or None: off)")
+        if not math.isfinite(self.sm_scale):
+            raise ValueError(f"sm_scale: got {self.sm_scale}, want a finite number")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+
+def lse_scale(base: float) -> float:
+    """Factor from a base-2 logarithm to a logarithm of `base`."""
+    if not (base > 0 and base != 1 and math.isfinite(base)):
+        raise ValueError(f"base: got {base}, want a positive finite number other than 1")
+    return math.log(2.0) / math.log(base)
+
+
+def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Raise unless `tensor` has this dtype, device, shape (None: any extent) and a contiguous last dimension."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: got device {tensor.device}, want {device}")
+    if tensor.dim() != len(shape) or any(w is not None and w != g for w, g in zip(shape, tensor.shape, strict=False)):
+        want = ", ".join("any" if extent is None else str(extent) for extent in shape)
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want [{want}]")
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: got stride {tensor.stride(-1)} in the last dimension, want 1")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from evenshare.attention import launch, reference
 from evenshare.attention.metadata import Batch, request_bounds, to_host
-from evenshare.attention.problem import Problem, lse_scale
+from evenshare.attention.problem import Problem
 from evenshare.attention.tiles import TILE_COLUMNS, choose_tile, max_row_tiles, tile_table
 from evenshare.device.target import Target
-from evenshare.device.workspace import new_workspace
+from evenshare.device.workspace import Workspace, new_workspace
 from evenshare.schedule import DevicePlanner, Plan, RaggedSpace, make_plan
 
 # Cost of a tile's prologue and epilogue (q load, state, output), in iterations of one key block.
 TILE_OVERHEAD = 1
+LN2 = math.log(2.0)
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,11 @@ class Capacity:
 
     max_batch: int
     max_q_rows: int  # query tokens over all requests
-    max_kv_blocks: int  # key blocks of one row tile; only policies that cut at fixed places need it
+    max_kv_len: int | None = None  # keys of one request; only policies that cut at fixed places need it
+
+    def max_kv_blocks(self, block_n: int) -> int:
+        """Key blocks of one row tile."""
+        return 1 if self.max_kv_len is None else max(-(-self.max_kv_len // block_n), 1)
 
 
 class TorchExecutor:
@@ -32,30 +39,86 @@ class TorchExecutor:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.status_words: list[torch.Tensor] = []  # host metadata raises at once
 
     def plan(self, batch: Batch) -> None:
-        host = to_host(batch)
-        q_start, qo_len, kv_start, kv_len = (t.tolist() for t in request_bounds(host, self.problem.page_size))
-        self.batch = host
+        self.batch = to_host(batch)
+        q_start, qo_len, kv_start, kv_len = (t.tolist() for t in request_bounds(self.batch, self.problem.page_size))
         self.qo_indptr = [*q_start, q_start[-1] + qo_len[-1]] if q_start else [0]
         self.kv_start, self.kv_lens = kv_start, kv_len
+        indices = self.batch.kv_indices
+        if indices is not None:
+            flat = indices.as_strided((self.batch.num_indices,), (1,))
+            self.page_lists = [flat[begin:] for begin in kv_start]
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, base: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> None:
         problem = self.problem
-        options = {
+        options: dict[str, Any] = {
             "causal": problem.causal, "window_left": problem.window_left, "sm_scale": problem.sm_scale,
             "logits_soft_cap": problem.logits_soft_cap or None,
         }  # fmt: skip
         if self.batch.form == "dense":
-            for b in range(q.shape[0]):
-                reference.ragged_attention(
-                    q[b], k[b], v[b], [0, q.shape[1]], [0, self.kv_lens[b]], out=out[b], lse=None if lse is None else lse[b], **options
-                )
+            for b, kv_len in enumerate(self.kv_lens):
+                row_lse = None if lse is None else lse[b]
+                indptrs = [0, q.shape[1]], [0, kv_len]
+                reference.ragged_attention(q[b], k[b], v[b], *indptrs, out=out[b], lse=row_lse, **options)
         elif self.batch.form == "ragged":
-            reference.ragged_attention(q, k, v, self.qo_indptr, [*self.kv_start, k.shape[0]], out=out, lse=lse, **options)
+            kv_indptr = [*self.kv_start, self.kv_start[-1] + self.kv_lens[-1]] if self.kv_start else [0]
+            reference.ragged_attention(q, k, v, self.qo_indptr, kv_indptr, out=out, lse=lse, **options)
         else:
-            raise NotImplementedError
+            reference.paged_attention(q, k, v, self.qo_indptr, self.page_lists, self.kv_lens, out=out, lse=lse, **options)
         if lse is not None:
-            lse *= lse_scale(base) / lse_scale(2.718281828459045)
+            lse *= scale / LN2
+
+
+class TritonExecutor:
+    """The portable kernels: a tile table, the scheduler's plan and a workspace, all sized by the capacity."""
+
+    def __init__(self, problem: Problem, capacity: Capacity, target: Target, policy: str, planner: str) -> None:
+        self.problem, self.target, self.policy, self.planner = problem, target, policy, planner
+        device = target.device
+        self.tile = choose_tile(problem, capacity.max_q_rows / max(capacity.max_batch, 1), target.interpreted)
+        max_tiles = max_row_tiles(problem, self.tile, capacity.max_batch, capacity.max_q_rows)
+        self.num_workers = target.num_sms * self.tile.workers_per_sm
+        self.tiles = torch.zeros(max_tiles, TILE_COLUMNS, dtype=torch.int32, device=device)
+        self.iterations = torch.zeros(max_tiles, dtype=torch.int32, device=device)
+        self.offsets = torch.zeros(capacity.max_batch + 1, dtype=torch.int32, device=device)
+        self.status = torch.zeros(1, dtype=torch.int32, device=device)
+        max_iterations = max_tiles * problem.num_kv_heads * capacity.max_kv_blocks(self.tile.block_n)
+        self.max_iterations = max_iterations
+        space = RaggedSpace(self.iterations, inner=problem.num_kv_heads, overhead=TILE_OVERHEAD)
+        if planner == "device":
+            self.device_planner = DevicePlanner(space, policy, self.num_workers, max_iterations=max_iterations)
+        self.workspace: Workspace | None = None
+
+    @property
+    def status_words(self) -> list[torch.Tensor]:
+        return [self.status, self.schedule.status]
+
+    def plan(self, batch: Batch) -> None:
+        problem, device = self.problem, self.target.device
+        self.kv_indices = None if batch.kv_indices is None else batch.kv_indices.to(device, non_blocking=True)
+        self.num_indices = batch.num_indices
+        if self.planner == "host":
+            tiles, iterations = tile_table(problem, self.tile, batch, self.tiles.shape[0])
+            self.tiles.copy_(tiles, non_blocking=True)
+            self.status.zero_()
+            space = RaggedSpace(iterations, inner=problem.num_kv_heads, overhead=TILE_OVERHEAD)
+            self.schedule: Plan = make_plan(space, self.policy, self.num_workers).to(device)
+        else:
+            launch.launch_tile_table(problem, self.tile, batch, self.tiles, self.iterations, self.offsets, self.status)
+            self.schedule = self.device_planner.plan(self.iterations)
+        if self.workspace is None:
+            elements = self.schedule.max_slots * launch.partial_elements(problem, self.tile)
+            self.workspace = new_workspace(elements, self.schedule.max_counters, device)
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+    ) -> None:
+        assert self.workspace is not None
+        launch.launch_forward(
+            self.problem, self.tile, self.schedule, self.tiles, self.workspace, self.status, q, k, v, out, lse,
+            self.kv_indices, self.num_indices, scale,
+        )  # fmt: skip

@@ -3,67 +3,46 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from evenshare.attention import launch, reference
-from evenshare.attention.metadata import Batch, check_host_values, make_batch, request_bounds
+from evenshare.attention.executors import Capacity, TorchExecutor, TritonExecutor
+from evenshare.attention.metadata import Batch, check_host_values, make_batch, to_host
 from evenshare.attention.problem import Problem, check_tensor, lse_scale
-from evenshare.attention.tiles import TILE_COLUMNS, TileConfig, choose_tile, max_row_tiles, tile_table
 from evenshare.device.target import Target, select_target
-from evenshare.device.workspace import Workspace, new_workspace
-from evenshare.schedule import DevicePlanner, Plan, RaggedSpace, Status, capacity_of, make_plan
+from evenshare.schedule.plan import Status
 
-# Cost of a tile's prologue and epilogue (q load, state, output) in iterations of one key block.
-TILE_OVERHEAD = 1
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """Upper bounds that a plan's arrays are sized by. A CUDA graph replays any batch within them."""
-
-    max_batch: int
-    max_q_rows: int  # query tokens over all requests
-    max_kv_blocks: int  # key blocks of one row tile; only policies that cut at fixed places need it
+STATUS_TEXTS = {
+    Status.SEGMENTS_OVERFLOW: "more segments than the plan's capacity: nothing was computed",
+    Status.TILES_OVERFLOW: "more query rows than the plan's max_q_rows: the rows past it were not computed",
+    Status.BAD_LENGTHS: "an indptr that decreases or an impossible length: those requests were taken as empty",
+    Status.BAD_INDEX: "a page or key index outside the cache: the rows that needed it are zero",
+}
 
 
 class AttentionPlan:
-    """A batch's work dealt to workers; made by `plan_attention`. Owns its workspace: use it on one stream at a time."""
+    """A batch's work dealt to workers; made by `plan_attention`. It owns its workspace: use it on one stream at a time."""
 
     def __init__(
-        self, problem: Problem, batch: Batch, capacity: Capacity, target: Target, *, kv_layout: str, base: float, policy: str,
-        planner: str, debug: bool,
+        self, problem: Problem, batch: Batch, capacity: Capacity, target: Target, *, kv_layout: str = "NHD", base: float = math.e,
+        policy: str = "stream_k", planner: str | None = None, debug: bool = False,
     ) -> None:  # fmt: skip
+        if planner is None:
+            planner = "host" if batch.device.type == "cpu" else "device"
         self.problem = problem
         self.capacity = capacity
         self.target = target
         self.kv_layout = kv_layout
         self.base = base
-        self.policy = policy
-        self.planner = planner
         self.debug = debug
-        self.dense = False
-        self._batch = batch
-        self._kv_indices: torch.Tensor | None = None
-        if target.backend == "triton":
-            self._allocate()
-        self._plan_now()
-
-    # -- planning ---------------------------------------------------------------------------------------------------
-
-    def _allocate(self) -> None:
-        problem, device = self.problem, self.target.device
-        mean_qo_len = self.capacity.max_q_rows / max(self.capacity.max_batch, 1)
-        self.tile: TileConfig = choose_tile(problem, mean_qo_len, self.target.interpreted)
-        max_tiles = max_row_tiles(problem, self.tile, self.capacity.max_batch, self.capacity.max_q_rows)
-        self._num_workers = self.target.num_sms * self.tile.workers_per_sm
-        self._tiles = torch.zeros(max_tiles, TILE_COLUMNS, dtype=torch.int32, device=device)
-        self._iterations = torch.zeros(max_tiles, dtype=torch.int32, device=device)
-        self._offsets = torch.zeros(self.capacity.max_batch + 1, dtype=torch.int32, device=device)
-        self.status = torch.zeros(1, dtype=torch.int32, device=device)
-        self._planner = None
-        self._workspace: Workspace | None = None
+        self._lse_scale = lse_scale(base)
+        self._executor: TorchExecutor | TritonExecutor
+        if target.backend == "cpu":
+            self._executor = TorchExecutor(problem)
+        else:
+            self._executor = TritonExecutor(problem, capacity, target, policy, planner)
+        self._plan(batch)
 
     def update(
         self,
@@ -75,130 +54,187 @@ class AttentionPlan:
         block_table: torch.Tensor | None = None,
         kv_lens: torch.Tensor | None = None,
     ) -> None:
-        """Plan again, from the tensors given or, for those left out, from the tensors planned last, whose values may have changed
-        in place. With device metadata this launches kernels only: no sync, capturable in a CUDA graph.
+        """Plan again from the tensors given; those left out are the ones planned last, whose values may have changed in place.
 
-        Raises ValueError if the batch is larger than the capacity, or if host metadata is impossible.
+        With device metadata this only launches kernels: no sync, and a CUDA graph can capture it.
+        Raises ValueError if the batch exceeds the capacity or the form changes, or if host metadata is impossible.
         """
-        batch = self._batch
-        fresh = {
-            "qo_indptr": qo_indptr if qo_indptr is not None else batch.qo_indptr,
-            "kv_indptr": kv_indptr if kv_indptr is not None else batch.kv_indptr,
-            "kv_indices": kv_indices if kv_indices is not None else (batch.kv_indices if batch.form == "paged" else None),
-            "last_page_len": last_page_len if last_page_len is not None else (batch.kv_lens if batch.form == "paged" else None),
-            "block_table": block_table if block_table is not None else (batch.kv_indices if batch.form == "block_table" else None),
-            "kv_lens": kv_lens if kv_lens is not None else (batch.kv_lens if batch.form == "block_table" else None),
-        }
-        self._batch = make_batch(**fresh)
-        if self._batch.form != batch.form:
-            raise ValueError(f"form of the metadata: got {self._batch.form}, want {batch.form} as planned first")
-        if self._batch.size > self.capacity.max_batch:
-            raise ValueError(f"batch: got {self._batch.size} requests, want at most the plan's max_batch {self.capacity.max_batch}")
-        self._plan_now()
+        old = self._batch
+        paged, table = old.form == "paged", old.form == "block_table"
+        batch = make_batch(
+            qo_indptr=old.qo_indptr if qo_indptr is None else qo_indptr,
+            kv_indptr=old.kv_indptr if kv_indptr is None else kv_indptr,
+            kv_indices=old.kv_indices if kv_indices is None and paged else kv_indices,
+            last_page_len=old.kv_lens if last_page_len is None and paged else last_page_len,
+            block_table=old.kv_indices if block_table is None and table else block_table,
+            kv_lens=old.kv_lens if kv_lens is None and table else kv_lens,
+        )
+        if batch.form != old.form:
+            raise ValueError(f"metadata: got the {batch.form} form, want {old.form} as planned first")
+        if batch.device != old.device:
+            raise ValueError(f"metadata: got device {batch.device}, want {old.device} as planned first")
+        if batch.size > self.capacity.max_batch:
+            raise ValueError(f"batch: got {batch.size} requests, want at most the plan's max_batch {self.capacity.max_batch}")
+        self._plan(batch)
 
-    def _plan_now(self) -> None:
-        batch, problem = self._batch, self.problem
+    def _plan(self, batch: Batch) -> None:
         on_host = batch.device.type == "cpu"
-        if on_host:
-            check_host_values(batch, problem.page_size)
-        elif self.debug:
-            check_host_values(_to_host(batch), problem.page_size)
-        if self.target.backend == "cpu":
-            self._host_batch = _HostBatch(_to_host(batch), problem.page_size)
-            return
-        device = self.target.device
-        self._kv_indices = None if batch.kv_indices is None else batch.kv_indices.to(device, non_blocking=True)
-        space = RaggedSpace(self._iterations, inner=problem.num_kv_heads, overhead=TILE_OVERHEAD)
-        if self.planner == "host":
-            tiles, iterations = tile_table(problem, self.tile, _to_host(batch), self._tiles.shape[0])
-            self._tiles.copy_(tiles, non_blocking=True)
-            self.status.zero_()
-            plan = make_plan(replace(space, iterations=iterations), self.policy, self._num_workers)
-            self.plan: Plan = _to_device(plan, device)
-        else:
-            launch.launch_tile_table(problem, self.tile, batch, self._tiles, self._iterations, self._offsets, self.status)
-            if self._planner is None:
-                self._planner = DevicePlanner(space, self.policy, self._num_workers)
-            self.plan = self._planner.plan(self._iterations)
-        if self._workspace is None:
-            elements = self.plan.max_slots * launch.partial_elements(problem, self.tile)
-            self._workspace = new_workspace(elements, self.plan.max_counters, device)
-
-    # -- running ----------------------------------------------------------------------------------------------------
+        if on_host or self.debug:
+            check_host_values(to_host(batch), self.problem.page_size)
+        # What run() needs of the tensors' extents, where the host knows it; 0: the kernels clamp instead.
+        self._num_q_tokens = self._num_kv_tokens = 0
+        if on_host and batch.form != "dense":
+            self._num_q_tokens = batch.size if batch.qo_indptr is None else int(batch.qo_indptr[-1])
+            if batch.form == "ragged" and batch.kv_indptr is not None:
+                self._num_kv_tokens = int(batch.kv_indptr[-1])
+        self._executor.plan(batch)
+        self._batch = batch
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
         return_lse: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Attention of the planned batch.
 
         q: [total_q, Hq, D]. k, v: pages [num_pages, page_size, Hkv, D] (NHD) or [num_pages, Hkv, page_size, D] (HND), or ragged
-        [total_kv, Hkv, D]. Any strides except the last, which is 1. out: [total_q, Hq, Dv] of q's dtype; lse: float32 [total_q, Hq],
-        logarithm of the plan's base. Rows of q past the last request are left alone.
+        [total_kv, Hkv, D]. Any strides, but the last is 1. out: [total_q, Hq, Dv] of q's dtype, not overlapping the inputs.
+        lse: float32 [total_q, Hq], the logarithm to the plan's base. Rows of q past the last request are not computed.
 
-        Returns out, or (out, lse) if return_lse or lse is given. A row without keys has out = 0 and lse = -inf. Never syncs.
-        Raises ValueError or TypeError naming the argument before anything is written.
+        Returns out, or (out, lse) if `return_lse` or `lse` is given. A row without keys has out = 0 and lse = -inf. Never syncs.
+        Raises ValueError or TypeError naming the argument, before anything is written.
         """
         problem, device = self.problem, self.target.device
-        heads, dims, kv_heads = problem.num_qo_heads, problem.head_dim, problem.num_kv_heads
-        q_shape: tuple[int | None, ...] = (None, None, heads, dims) if self.dense else (None, heads, dims)
-        check_tensor("q", q, q_shape, problem.dtype, device)
+        dense, heads = self._batch.form == "dense", problem.num_qo_heads
+        leading: tuple[int | None, ...] = (self._batch.size, None) if dense else (None,)
+        check_tensor("q", q, (*leading, heads, problem.head_dim), problem.dtype, device)
         if problem.page_size:
-            if self.kv_layout == "HND":
-                k, v = _swap(k, "k"), _swap(v, "v")
-            check_tensor("k", k, (None, problem.page_size, kv_heads, dims), problem.dtype, device)
-            check_tensor("v", v, (k.shape[0], problem.page_size, kv_heads, problem.head_dim_v), problem.dtype, device)
-        elif self.dense:
-            check_tensor("k", k, (q.shape[0], None, kv_heads, dims), problem.dtype, device)
-            check_tensor("v", v, (q.shape[0], k.shape[1], kv_heads, problem.head_dim_v), problem.dtype, device)
-        else:
-            check_tensor("k", k, (None, kv_heads, dims), problem.dtype, device)
-            check_tensor("v", v, (k.shape[0], kv_heads, problem.head_dim_v), problem.dtype, device)
+            k, v = self._token_major("k", k), self._token_major("v", v)
+            leading = (None, problem.page_size)
+        elif dense:
+            leading = (self._batch.size, self._batch.table_width)
+        check_tensor("k", k, (*leading, problem.num_kv_heads, problem.head_dim), problem.dtype, device)
+        check_tensor("v", v, (*k.shape[:-1], problem.head_dim_v), problem.dtype, device)
         out_shape = (*q.shape[:-1], problem.head_dim_v)
         if out is not None:
             check_tensor("out", out, out_shape, problem.dtype, device)
         if lse is not None:
-            check_tensor("lse", lse, q.shape[:-1], torch.float32, device)
-        self._check_extent(q, k)
+            check_tensor("lse", lse, q.shape[:-1], torch.float32, device, unit_stride=False)
+        if q.shape[0] < self._num_q_tokens:
+            raise ValueError(f"q: got {q.shape[0]} tokens, want at least the {self._num_q_tokens} of the planned batch")
+        if not problem.page_size and k.shape[0] < self._num_kv_tokens:
+            raise ValueError(f"k: got {k.shape[0]} tokens, want at least the {self._num_kv_tokens} of the planned batch")
         if out is None:
-            out = q.new_empty(out_shape)
+            out = torch.empty(out_shape, dtype=problem.dtype, device=device)
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=device)
-        if self.target.backend == "cpu":
-            self._host_batch.run(problem, q, k, v, out, lse, self.base, self._batch.kv_indices)
-        else:
-            assert self._workspace is not None
-            launch.launch_forward(
-                problem, self.tile, self.plan, self._tiles, self._workspace, self.status, q, k, v, out, lse, self._kv_indices,
-                self._batch.num_indices, lse_scale(self.base),
-            )  # fmt: skip
-        return (out, lse) if lse is not None else out
+        self._executor.run(q, k, v, out, lse, self._lse_scale)
+        return out if lse is None else (out, lse)
 
-    def _check_extent(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Host metadata that points past q or k is refused here; device metadata is clamped by the kernel."""
-        batch = self._batch
-        if self.dense:
-            return
-        if batch.device.type == "cpu":
-            rows = int(batch.qo_indptr[-1]) if batch.qo_indptr is not None else batch.size
-            if rows > q.shape[0]:
-                raise ValueError(f"q: got {q.shape[0]} tokens, want at least the {rows} that qo_indptr deals out")
-            if batch.form == "ragged" and batch.kv_indptr is not None and int(batch.kv_indptr[-1]) > k.shape[0]:
-                raise ValueError(f"k: got {k.shape[0]} tokens, want at least the {int(batch.kv_indptr[-1])} that kv_indptr deals out")
+    def _token_major(self, name: str, pages: torch.Tensor) -> torch.Tensor:
+        if pages.dim() != 4:
+            raise ValueError(f"{name}: got shape {tuple(pages.shape)}, want four dimensions in the {self.kv_layout} layout")
+        return pages.transpose(1, 2) if self.kv_layout == "HND" else pages
+
+    @property
+    def status(self) -> torch.Tensor:
+        """int32 [1] on the device: bits of `schedule.plan.Status` that planning and the runs since then have set."""
+        words = self._executor.status_words
+        if not words:
+            return torch.zeros(1, dtype=torch.int32)
+        return words[0] if len(words) == 1 else words[0] | words[1]
 
     def check(self) -> None:
-        """Raise RuntimeError if the planner or a kernel met impossible metadata. The only call of a plan that syncs."""
-        if self.target.backend == "cpu":
-            return
-        bits = int(self.status.item()) | int(self.plan.status.item())
-        found = [f"{text} ({name})" for name, text in _STATUS_TEXTS.items() if bits & getattr(Status, name)]
+        """Raise RuntimeError if the planner or a kernel met impossible metadata. The only call that syncs."""
+        bits = int(self.status.item())
+        found = [text for bit, text in STATUS_TEXTS.items() if bits & bit]
         if found:
             raise RuntimeError("attention plan: " + "; ".join(found))
 
 
-_STATUS_TEXTS = {
-    "SEGMENTS_OVERFLOW": "more segments than the plan's capacity",
-    "TILES_OVERFLOW": "more query rows than the plan's max_q_rows",
-    "BAD_LENGTHS": "an indptr decreases or a length is impossible; those requests were taken as empty",
-    "BAD_INDEX": "a page or key index outside the cache; its rows are zero",
-}
+def plan_attention(
+    *,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    qo_indptr: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    last_page_len: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    kv_lens: torch.Tensor | None = None,
+    page_size: int | None = None,
+    kv_layout: str = "NHD",
+    causal: bool = True,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    base: float = math.e,
+    max_q_rows: int | None = None,
+    max_kv_len: int | None = None,
+    policy: str = "stream_k",
+    planner: str | None = None,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    debug: bool = False,
+) -> AttentionPlan:
+    """Deal a batch's attention to the device's workers in even shares (FlashInfer, section 3.3; Stream-K, section 4).
+
+    The batch, int32 tensors (int64 is converted) on the host or on the device:
+      qo_indptr [B + 1]: request r has the query tokens [qo_indptr[r], qo_indptr[r + 1]); None: one token each.
+      Keys in one of three forms: pages by kv_indptr [B + 1], kv_indices, last_page_len [B] (1..page_size); pages by
+      block_table [B, max_pages] and kv_lens [B]; ragged by kv_indptr [B + 1] alone.
+    page_size: keys of a page, any number from 1; wanted with pages. kv_layout: "NHD" or "HND", the order inside a page.
+    causal: bottom-right aligned. window_left: keys to the left that a row sees, inclusive; -1: all.
+    logits_soft_cap: cap * tanh(score / cap); None: off. sm_scale: None means 1 / sqrt(head_dim). base: of the lse.
+    max_q_rows: capacity in query tokens; wanted if qo_indptr is on a GPU, whose values are never read.
+    max_kv_len: capacity in keys per request; only fixed_split and batch_invariant need it.
+    policy: how work is dealt, a name of `evenshare.schedule`. planner: "host", "device" or None (where the metadata is).
+    device: where q, k, v are; None: where the metadata is. backend: None, "cpu" or "triton".
+    debug: validate the values of device metadata too, with a sync.
+
+    With device metadata planning launches kernels and never syncs; capture `plan.update()` and `plan.run(...)` in a CUDA
+    graph, change lengths and page tables in place, and replay. Impossible device values set bits of `plan.status`.
+
+    Raises ValueError or TypeError naming the argument, what was got and what is wanted.
+
+    >>> plan = plan_attention(qo_indptr=torch.tensor([0, 2, 3]), kv_indptr=torch.tensor([0, 4, 9]),
+    ...                       num_qo_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    >>> plan.run(torch.randn(3, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)).shape
+    torch.Size([3, 4, 8])
+    """
+    batch = make_batch(
+        qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, last_page_len=last_page_len, block_table=block_table,
+        kv_lens=kv_lens,
+    )  # fmt: skip
+    if batch.form == "ragged":
+        if page_size is not None:
+            raise ValueError(f"page_size: got {page_size} for ragged keys, want None (or kv_indices and last_page_len)")
+    elif page_size is None or page_size < 1:
+        raise ValueError(f"page_size: got {page_size}, want 1 or more for paged keys")
+    if kv_layout not in ("NHD", "HND"):
+        raise ValueError(f"kv_layout: got {kv_layout!r}, want 'NHD' or 'HND'")
+    if planner not in (None, "host", "device"):
+        raise ValueError(f"planner: got {planner!r}, want 'host', 'device' or None")
+    if planner == "host" and batch.device.type != "cpu":
+        raise ValueError("planner: got 'host' for metadata on a GPU, want 'device' or None (host planning would sync)")
+    target = select_target(batch.device if device is None else device, backend)
+    if batch.device.type != "cpu" and batch.device != target.device:
+        raise ValueError(f"metadata: got device {batch.device}, want {target.device} or cpu")
+    problem = Problem(
+        num_qo_heads, num_kv_heads, head_dim, head_dim if head_dim_v is None else head_dim_v, dtype, page_size or 0, causal, window_left,
+        logits_soft_cap or 0.0, head_dim**-0.5 if sm_scale is None else sm_scale,
+    )  # fmt: skip
+    if max_q_rows is None:
+        if batch.qo_indptr is None:
+            max_q_rows = batch.size
+        elif batch.device.type == "cpu":
+            check_host_values(batch, problem.page_size)
+            max_q_rows = int(batch.qo_indptr[-1])
+        else:
+            raise ValueError("max_q_rows: got None, want a bound on the query tokens when qo_indptr is on a GPU")
+    capacity = Capacity(batch.size, max_q_rows, max_kv_len)
+    return AttentionPlan(
+        problem, batch, capacity, target, kv_layout=kv_layout, base=base, policy=policy, planner=planner, debug=debug
+    )

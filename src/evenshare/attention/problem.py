@@ -59,8 +59,10 @@ def lse_scale(base: float) -> float:
     return math.log(2.0) / math.log(base)
 
 
-def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raise unless `tensor` has this dtype, device, shape (None: any extent) and a contiguous last dimension."""
+def check_tensor(
+    name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device, unit_stride: bool = True
+) -> None:
+    """Raise unless `tensor` has this dtype, device, shape (None: any extent) and, if asked, a last dimension of stride 1."""
     if tensor.dtype != dtype:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
     if tensor.device != device:
@@ -68,5 +70,5 @@ def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...],
     if tensor.dim() != len(shape) or any(w is not None and w != g for w, g in zip(shape, tensor.shape, strict=False)):
         want = ", ".join("any" if extent is None else str(extent) for extent in shape)
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want [{want}]")
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if unit_stride and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: got stride {tensor.stride(-1)} in the last dimension, want 1")

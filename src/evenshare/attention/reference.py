@@ -6,19 +6,29 @@ sums (for 16-bit inputs the probabilities are rounded to 16 bits before they mee
 formula serves the others: 16-bit inputs are widened to fp32, so only the final rounding remains; with
 `compute_dtype=torch.float64` it is the oracle.
 
-Masks never meet an empty row: rows without keys are written first (o = 0, lse = -inf) and taken out, so no NaN can arise
-from them. Keys outside every row's range are sliced away, not masked, and keys past a request's length are not touched.
+Masks never meet an empty row: rows without keys are written first (o = 0, lse = -inf) and taken out, so no NaN can
+arise from them. Keys outside every row's range are sliced away, not masked, and keys past a request's length are never
+used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-# Scores of one chunk of rows: 2^24 fp32 elements are 64 MiB, and chunks of that size cost nothing in speed.
-MAX_SCORES = 1 << 24
+# Elements of the largest intermediate (scores or mask) of one chunk of rows: 64 MiB in fp32.
+MAX_CHUNK = 1 << 24
+
+
+class _Rule(NamedTuple):
+    causal: bool
+    window_left: int
+    logits_soft_cap: float | None
+    sm_scale: float
+    compute_dtype: torch.dtype | None
 
 
 def ragged_attention(
@@ -44,21 +54,11 @@ def ragged_attention(
     lse: float32 [total_q, Hq], natural logarithm, or None.
     compute_dtype: None computes as the module says; torch.float64 is the oracle.
     """
+    rule = _Rule(causal, window_left, logits_soft_cap, sm_scale, compute_dtype)
     _clear_unowned_rows(out, lse, qo_indptr)
     for r in range(len(qo_indptr) - 1):
         rows, keys = slice(qo_indptr[r], qo_indptr[r + 1]), slice(kv_indptr[r], kv_indptr[r + 1])
-        _request(
-            q[rows],
-            k[keys],
-            v[keys],
-            out[rows],
-            None if lse is None else lse[rows],
-            causal,
-            window_left,
-            logits_soft_cap,
-            sm_scale,
-            compute_dtype,
-        )
+        _request(q[rows], k[keys], v[keys], rule, out[rows], None if lse is None else lse[rows])
 
 
 def paged_attention(
@@ -79,56 +79,50 @@ def paged_attention(
 ) -> None:
     """`ragged_attention` with keys in pages.
 
-    k_cache: [num_pages, page_size, Hkv, D]; v_cache: [num_pages, page_size, Hkv, Dv]; any strides, so an HND cache is passed as a
-    transposed view. page_lists[r]: request r's page ids in order (integer tensor of at least ceil(kv_lens[r] / page_size)
-    entries; further ones are ignored), or a slice for consecutive pages. Consecutive pages of a dense cache are read in place.
+    k_cache: [num_pages, page_size, Hkv, D]; v_cache: [num_pages, page_size, Hkv, Dv]; any strides, so an HND cache is
+    passed as a transposed view. page_lists[r]: request r's page ids in order (integer tensor of at least
+    ceil(kv_lens[r] / page_size) entries; further ones are ignored), or a slice for consecutive pages. Consecutive pages
+    of a dense cache are read in place, others are gathered.
 
     Raises ValueError, before anything is written, if a needed page is outside the cache.
     """
+    rule = _Rule(causal, window_left, logits_soft_cap, sm_scale, compute_dtype)
     num_pages, page_size = k_cache.shape[0], k_cache.shape[1]
-    needed = [-(-kv_len // page_size) for kv_len in kv_lens]
-    pages = [_consecutive(page_lists[r], needed[r], num_pages, r) for r in range(len(kv_lens))]
+    pages = [
+        _needed_pages(page_lists[r], -(-kv_len // page_size), num_pages, request=r) for r, kv_len in enumerate(kv_lens)
+    ]
     _clear_unowned_rows(out, lse, qo_indptr)
     for r, kv_len in enumerate(kv_lens):
         rows = slice(qo_indptr[r], qo_indptr[r + 1])
-        _request(
-            q[rows],
-            _gather(k_cache, pages[r], kv_len),
-            _gather(v_cache, pages[r], kv_len),
-            out[rows],
-            None if lse is None else lse[rows],
-            causal,
-            window_left,
-            logits_soft_cap,
-            sm_scale,
-            compute_dtype,
-        )
+        k, v = _gather(k_cache, pages[r], kv_len), _gather(v_cache, pages[r], kv_len)
+        _request(q[rows], k, v, rule, out[rows], None if lse is None else lse[rows])
 
 
 def _clear_unowned_rows(out: torch.Tensor, lse: torch.Tensor | None, qo_indptr: Sequence[int]) -> None:
-    begin, end = qo_indptr[0], qo_indptr[-1]
-    for rows in (slice(0, begin), slice(end, out.shape[0])):
-        if rows.stop > rows.start:
-            out[rows] = 0
-            if lse is not None:
-                lse[rows] = float("-inf")
+    for begin, end in ((0, qo_indptr[0]), (qo_indptr[-1], out.shape[0])):
+        if end > begin:
+            _clear_rows(out[begin:end], None if lse is None else lse[begin:end])
 
 
-def _consecutive(pages: torch.Tensor | slice, needed: int, num_pages: int, request: int) -> torch.Tensor | slice:
-    """The `needed` page ids of a request, as a slice if they are consecutive. Checks that all are inside the cache."""
+def _clear_rows(out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    out.fill_(0)
+    if lse is not None:
+        lse.fill_(float("-inf"))
+
+
+def _needed_pages(pages: torch.Tensor | slice, needed: int, num_pages: int, request: int) -> torch.Tensor | slice:
+    """The first `needed` page ids, as a slice if they are consecutive; all are inside the cache."""
     if needed == 0:
         return slice(0, 0)
     if isinstance(pages, slice):
-        pages = slice(pages.start, pages.start + needed)
-        low, high = pages.start, pages.stop - 1
+        low, high = pages.start, pages.start + needed - 1
+        pages = slice(low, high + 1)
     else:
         pages = pages[:needed]
-        low, high = int(pages[0]), int(pages[-1])
-        if high - low == needed - 1 and (needed <= 2 or bool((pages[1:] - pages[:-1] == 1).all())):
-            pages = slice(low, high + 1)
-        else:
-            smallest, largest = torch.aminmax(pages)
-            low, high = int(smallest), int(largest)
+        ids = pages.tolist()
+        low, high = min(ids), max(ids)
+        if ids == list(range(low, low + needed)):
+            pages = slice(low, low + needed)
     if low < 0 or high >= num_pages:
         wrong = low if low < 0 else high
         raise ValueError(f"page of request {request}: got {wrong}, want 0 to {num_pages - 1} (the cache's pages)")
@@ -142,67 +136,43 @@ def _gather(cache: torch.Tensor, pages: torch.Tensor | slice, kv_len: int) -> to
 
 
 def _request(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    causal: bool,
-    window_left: int,
-    logits_soft_cap: float | None,
-    sm_scale: float,
-    compute_dtype: torch.dtype | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: _Rule, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
     """One request: q [n, Hq, D], k [m, Hkv, D], v [m, Hkv, Dv] -> out [n, Hq, Dv], lse [n, Hq]."""
     num_rows, num_keys = q.shape[0], k.shape[0]
-    shift = num_keys - num_rows  # bottom-right: row i's last causal key is shift + i
-    empty = num_rows if num_keys == 0 else min(num_rows, max(0, -shift)) if causal else 0
+    shift = num_keys - num_rows  # bottom-right aligned: the last key that row i sees, if causal, is shift + i
+    empty = num_rows if num_keys == 0 else min(num_rows, max(0, -shift)) if rule.causal else 0
     if empty:
-        out[:empty] = 0
-        if lse is not None:
-            lse[:empty] = float("-inf")
-    explicit = lse is not None or bool(logits_soft_cap) or compute_dtype is not None
-    windowed = 0 <= window_left < num_keys - 1
-    rows_at_once = num_rows
-    if explicit or windowed or (causal and shift > 0):
-        rows_at_once = max(1, MAX_SCORES // max(num_keys * (q.shape[1] if explicit else 1), 1))
-    for begin in range(empty, num_rows, max(rows_at_once, 1)):
-        end = min(begin + rows_at_once, num_rows)
-        last = shift + end if causal else num_keys
-        first = max(0, shift + begin - window_left) if windowed else 0
-        rows, keys = slice(begin, end), slice(first, last)
+        _clear_rows(out[:empty], None if lse is None else lse[:empty])
+    explicit = lse is not None or bool(rule.logits_soft_cap) or rule.compute_dtype is not None
+    windowed = 0 <= rule.window_left < num_keys - 1
+    if rule.causal and not (explicit or windowed) and num_rows - empty == num_keys > 1:
+        return _fused_square_causal(q[empty:], k, v, out[empty:], rule.sm_scale)
+    chunk = max(1, MAX_CHUNK // max(num_keys * (q.shape[1] if explicit else 1), 1))
+    for begin in range(empty, num_rows, chunk):
+        end = min(begin + chunk, num_rows)
+        last = shift + end if rule.causal else num_keys
+        first = max(0, shift + begin - rule.window_left) if windowed else 0
+        mask = _mask(range(shift + begin, shift + end), range(first, last), rule, q.device)
+        rows, keys, values = slice(begin, end), k[first:last], v[first:last]
         if explicit:
-            mask = _mask(shift + begin, shift + end, first, last, causal, window_left, q.device)
-            _formula(
-                q[rows],
-                k[keys],
-                v[keys],
-                mask,
-                out[rows],
-                None if lse is None else lse[rows],
-                logits_soft_cap,
-                sm_scale,
-                compute_dtype or torch.float32,
-            )
-        elif causal and not windowed and begin + shift == 0 and end - begin > 1:
-            _fused_square_causal(q[rows], k[keys], v[keys], out[rows], sm_scale)
+            _formula(q[rows], keys, values, mask, rule, out[rows], None if lse is None else lse[rows])
         else:
-            mask = _mask(shift + begin, shift + end, first, last, causal, window_left, q.device)
-            _fused(q[rows], k[keys], v[keys], mask, out[rows], sm_scale)
+            _fused(q[rows], keys, values, mask, out[rows], rule.sm_scale)
 
 
-def _mask(
-    row_begin: int, row_end: int, key_begin: int, key_end: int, causal: bool, window_left: int, device: torch.device
-) -> torch.Tensor | None:
-    """Bool [rows, keys], True where the row sees the key; None if every row sees every key. Row i's last causal key is row_begin + i."""
-    below = causal and key_end - 1 > row_begin
-    above = 0 <= window_left < row_end - 1 - key_begin
+def _mask(rows: range, keys: range, rule: _Rule, device: torch.device) -> torch.Tensor | None:
+    """Bool [rows, keys], True where the row sees the key; None if all do. A row's number is its last causal key."""
+    below = rule.causal and keys.stop - 1 > rows.start
+    above = 0 <= rule.window_left < rows.stop - 1 - keys.start
     if not (below or above):
         return None
-    last = torch.arange(row_begin, row_end, device=device)[:, None]
-    key = torch.arange(key_begin, key_end, device=device)[None, :]
-    keep = key <= last if below else torch.ones(1, 1, dtype=torch.bool, device=device)
-    return keep & (key + window_left >= last) if above else keep
+    row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    key = torch.arange(keys.start, keys.stop, device=device)[None, :]
+    if not above:
+        return key <= row
+    seen = key + rule.window_left >= row
+    return seen & (key <= row) if below else seen
 
 
 def _formula(
@@ -210,51 +180,50 @@ def _formula(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
+    rule: _Rule,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    logits_soft_cap: float | None,
-    sm_scale: float,
-    dtype: torch.dtype,
 ) -> None:
-    num_rows, num_qo_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
+    num_rows, num_kv_heads = q.shape[0], k.shape[1]
+    by_kv_head = (num_rows, num_kv_heads, q.shape[1] // num_kv_heads, -1)
+    dtype = rule.compute_dtype or torch.float32
     # The query heads of a KV head are rows of one matrix: no key is repeated.
-    packed = q.to(dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-    scores = torch.bmm(packed, k.to(dtype).permute(1, 2, 0)).mul_(sm_scale)
-    if logits_soft_cap:
-        scores.div_(logits_soft_cap).tanh_().mul_(logits_soft_cap)
+    packed = q.to(dtype).view(by_kv_head).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = torch.bmm(packed, k.to(dtype).permute(1, 2, 0)).mul_(rule.sm_scale)
+    if rule.logits_soft_cap:
+        scores.div_(rule.logits_soft_cap).tanh_().mul_(rule.logits_soft_cap)
     if mask is not None:
-        scores.unflatten(1, (-1, num_rows)).masked_fill_(~mask, float("-inf"))
+        scores.view(num_kv_heads, -1, *mask.shape).masked_fill_(~mask, float("-inf"))
     peak = scores.amax(-1, keepdim=True)
     weights = scores.sub_(peak).exp_()
     total = weights.sum(-1, keepdim=True)
     values = torch.bmm(weights, v.to(dtype).transpose(0, 1)).div_(total)
-    out.copy_(values.unflatten(1, (-1, num_rows)).permute(2, 0, 1, 3).reshape(num_rows, num_qo_heads, -1))
+    out.view(by_kv_head).copy_(values.view(num_kv_heads, -1, num_rows, values.shape[-1]).permute(2, 0, 1, 3))
     if lse is not None:
         logsumexp = (peak + total.log()).view(num_kv_heads, -1, num_rows)
-        lse.copy_(logsumexp.permute(2, 0, 1).reshape(num_rows, num_qo_heads))
+        lse.view(by_kv_head[:3]).copy_(logsumexp.permute(2, 0, 1))
 
 
 def _fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor, sm_scale: float
 ) -> None:
-    num_rows, num_qo_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    group = num_qo_heads // num_kv_heads
-    # Packed rows, since torch's CPU kernel converts every key once per query head it is given: 178 us against 1100 us
-    # for 9/3 heads, D = 64, 2048 keys in bf16.
-    packed = (
-        q.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3).reshape(1, num_kv_heads, group * num_rows, head_dim)
-    )
+    num_rows, num_kv_heads, group = q.shape[0], k.shape[1], q.shape[1] // k.shape[1]
+    by_kv_head = (num_rows, num_kv_heads, group, -1)
+    # Packed rows as well: torch's CPU kernel converts the keys once per query head that it is given. For 9 and 3 heads,
+    # D = 64, 2048 keys in bf16 that is 178 us against 1100 us.
+    packed = q.view(by_kv_head) if num_rows == 1 else q.view(by_kv_head).permute(1, 2, 0, 3).flatten(1, 2).unsqueeze(0)
     if mask is not None:
-        mask = mask.expand(group, *mask.shape).reshape(group * num_rows, -1)
+        mask = mask.repeat(group, 1)
     keys, values = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
-    result = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=sm_scale)
-    out.copy_(result.view(num_kv_heads, group, num_rows, -1).permute(2, 0, 1, 3).reshape(num_rows, num_qo_heads, -1))
+    heads = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=sm_scale)
+    if num_rows > 1:
+        heads = heads.view(num_kv_heads, group, num_rows, -1).permute(2, 0, 1, 3)
+    out.view(by_kv_head).copy_(heads)
 
 
 def _fused_square_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, sm_scale: float) -> None:
-    """As many rows as keys: torch's own causal mask, which skips the upper half, is the bottom-right one."""
-    heads = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    result = F.scaled_dot_product_attention(*heads, is_causal=True, scale=sm_scale, enable_gqa=q.shape[1] != k.shape[1])
+    """As many rows as keys: torch's own causal mask is the bottom-right one, and skips the upper half."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    gqa = q.shape[1] != k.shape[1]
+    result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=sm_scale, enable_gqa=gqa)
     out.copy_(result.squeeze(0).transpose(0, 1))

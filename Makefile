@@ -1,0 +1,43 @@
+# Everything runs through .venv, built from pyproject.toml with every version pinned in constraints.txt.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PROMPT ?= Explain in two sentences why the sky is blue.
+
+.PHONY: demo test test-fast test-gpu lint format aot docs clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## fetch the 4-bit model once and let it answer
+	$(BIN)/evenshare generate "$(PROMPT)"
+
+test: $(STAMP)  ## everything that runs without a GPU
+	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow"
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+aot: $(STAMP)  ## compile every kernel for sm_80 and sm_90, no GPU needed
+	$(BIN)/python tests/aot/compile_all.py
+
+docs: $(STAMP)  ## the code blocks of README and docs, run as tests
+	$(BIN)/python -m pytest tests/test_docs.py
+
+clean:
+	rm -rf $(VENV) .venv-triton36 .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

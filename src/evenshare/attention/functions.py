@@ -1,0 +1,139 @@
+"""Attention without a plan of one's own: `attention` (dense and ragged) and `paged_attention`."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from evenshare.attention.executors import Capacity
+from evenshare.attention.metadata import dense_batch
+from evenshare.attention.plan import AttentionPlan, plan_attention
+from evenshare.attention.problem import Problem
+from evenshare.device.target import Target, select_target
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    qo_indptr: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    base: float = math.e,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    backend: str | None = None,
+    debug: bool = False,
+) -> Any:
+    """Softmax attention over a dense or a ragged batch (FlashInfer, section 3).
+
+    Dense: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv]. Ragged, with qo_indptr and kv_indptr (int32 [B + 1]):
+    q [total_q, Hq, D], k [total_kv, Hkv, D], v [total_kv, Hkv, Dv]. float32, float16 or bfloat16; Hq a multiple of Hkv;
+    D and Dv up to 256; any strides, but the last is 1.
+    causal: bottom-right aligned: query i of n sees key j of m iff j <= m - n + i. window_left: keys to the left that a row
+    sees, inclusive; -1: all. logits_soft_cap: cap * tanh(score / cap). sm_scale: None means 1 / sqrt(D).
+
+    Returns out, like q with Dv, or (out, lse) if `return_lse` or `lse` is given; lse is float32, the logarithm to `base`.
+    A row without keys has out = 0 and lse = -inf.
+    Raises ValueError or TypeError naming the argument, what was got and what is wanted, before anything is written.
+
+    >>> q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
+    >>> attention(q, k, v, causal=True).shape
+    torch.Size([2, 3, 4, 8])
+    """
+    _check_dims(q, k, v, 4 if qo_indptr is None else 3)
+    if (qo_indptr is None) != (kv_indptr is None):
+        raise ValueError("qo_indptr, kv_indptr: want both (ragged) or neither (dense)")
+    if qo_indptr is not None:
+        plan = plan_attention(
+            num_qo_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[2], head_dim_v=v.shape[2], qo_indptr=qo_indptr,
+            kv_indptr=kv_indptr, causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, dtype=q.dtype,
+            base=base, max_q_rows=q.shape[0], device=q.device, backend=backend, debug=debug,
+        )  # fmt: skip
+        return plan.run(q, k, v, out=out, lse=lse, return_lse=return_lse)
+    target = select_target(q.device, backend)
+    problem = Problem(
+        q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, 0, causal, window_left, logits_soft_cap or 0.0,
+        q.shape[3] ** -0.5 if sm_scale is None else sm_scale,
+    )  # fmt: skip
+    stream = torch.cuda.current_stream(target.device).cuda_stream if target.device.type == "cuda" else 0
+    make = _dense_plan.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else _dense_plan
+    plan = make(problem, q.shape[0], q.shape[1], k.shape[1], target, base, stream)
+    return plan.run(q, k, v, out=out, lse=lse, return_lse=return_lse)
+
+
+@lru_cache(maxsize=64)
+def _dense_plan(problem: Problem, batch: int, qo_len: int, kv_len: int, target: Target, base: float, stream: int) -> AttentionPlan:
+    """A dense batch's plan depends on shapes alone, so it is made once per shape and stream (its workspace must not be shared)."""
+    capacity = Capacity(batch, batch * qo_len, kv_len)
+    return AttentionPlan(problem, dense_batch(batch, qo_len, kv_len, target.device), capacity, target, base=base)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    qo_indptr: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    last_page_len: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    kv_lens: torch.Tensor | None = None,
+    kv_layout: str = "NHD",
+    causal: bool = True,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    base: float = math.e,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    backend: str | None = None,
+    debug: bool = False,
+) -> Any:
+    """Softmax attention of a ragged batch over a paged KV cache: decode, append and prefill requests in one batch.
+
+    q: [total_q, Hq, D]. k_cache, v_cache: NHD [num_pages, page_size, Hkv, D] or HND [num_pages, Hkv, page_size, D], any page
+    size from 1, any strides but the last. The page table is kv_indptr, kv_indices and last_page_len (FlashInfer's form) or
+    block_table and kv_lens; see `plan_attention`, also for the options. qo_indptr None: one query token per request.
+
+    Returns out [total_q, Hq, Dv], or (out, lse [total_q, Hq]) if `return_lse` or `lse` is given.
+    A row without keys has out = 0 and lse = -inf.
+    Raises ValueError or TypeError naming the argument, what was got and what is wanted, before anything is written.
+
+    >>> q, cache = torch.randn(2, 4, 8), torch.randn(6, 16, 2, 8)
+    >>> table, lens = torch.tensor([[3, 1], [5, 0]], dtype=torch.int32), torch.tensor([20, 7], dtype=torch.int32)
+    >>> paged_attention(q, cache, cache, block_table=table, kv_lens=lens).shape
+    torch.Size([2, 4, 8])
+    """
+    _check_dims(q, k_cache, v_cache, 3, 4)
+    if kv_layout not in ("NHD", "HND"):
+        raise ValueError(f"kv_layout: got {kv_layout!r}, want 'NHD' or 'HND'")
+    page_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
+    if block_table is None and kv_indices is None:
+        raise ValueError("kv_indices: got None, want a page table (kv_indptr, kv_indices and last_page_len, or block_table and kv_lens)")
+    plan = plan_attention(
+        num_qo_heads=q.shape[1], num_kv_heads=k_cache.shape[head_dim], head_dim=q.shape[2], head_dim_v=v_cache.shape[3],
+        qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, last_page_len=last_page_len, block_table=block_table,
+        kv_lens=kv_lens, page_size=k_cache.shape[page_dim], kv_layout=kv_layout, causal=causal, window_left=window_left,
+        logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, dtype=q.dtype, base=base, max_q_rows=q.shape[0], device=q.device,
+        backend=backend, debug=debug,
+    )  # fmt: skip
+    return plan.run(q, k_cache, v_cache, out=out, lse=lse, return_lse=return_lse)
+
+
+def _check_dims(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_dims: int, kv_dims: int | None = None) -> None:
+    for name, tensor, dims in (("q", q, q_dims), ("k", k, kv_dims or q_dims), ("v", v, kv_dims or q_dims)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, want a tensor")
+        if tensor.dim() != dims:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want {dims} dimensions")

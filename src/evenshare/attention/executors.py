@@ -52,13 +52,21 @@ class TorchExecutor:
             self.page_lists = [flat[begin:] for begin in kv_start]
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        scale: float,
     ) -> None:
         problem = self.problem
         options: dict[str, Any] = {
-            "causal": problem.causal, "window_left": problem.window_left, "sm_scale": problem.sm_scale,
+            "causal": problem.causal,
+            "window_left": problem.window_left,
+            "sm_scale": problem.sm_scale,
             "logits_soft_cap": problem.logits_soft_cap or None,
-        }  # fmt: skip
+        }
         if self.batch.form == "dense":
             for b, kv_len in enumerate(self.kv_lens):
                 row_lse = None if lse is None else lse[b]
@@ -68,7 +76,9 @@ class TorchExecutor:
             kv_indptr = [*self.kv_start, self.kv_start[-1] + self.kv_lens[-1]] if self.kv_start else [0]
             reference.ragged_attention(q, k, v, self.qo_indptr, kv_indptr, out=out, lse=lse, **options)
         else:
-            reference.paged_attention(q, k, v, self.qo_indptr, self.page_lists, self.kv_lens, out=out, lse=lse, **options)
+            reference.paged_attention(
+                q, k, v, self.qo_indptr, self.page_lists, self.kv_lens, out=out, lse=lse, **options
+            )
         if lse is not None:
             lse *= scale / LN2
 
@@ -115,10 +125,28 @@ class TritonExecutor:
             self.workspace = new_workspace(elements, self.schedule.max_counters, device)
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        scale: float,
     ) -> None:
         assert self.workspace is not None
         launch.launch_forward(
-            self.problem, self.tile, self.schedule, self.tiles, self.workspace, self.status, q, k, v, out, lse,
-            self.kv_indices, self.num_indices, scale,
-        )  # fmt: skip
+            self.problem,
+            self.tile,
+            self.schedule,
+            self.tiles,
+            self.workspace,
+            self.status,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            self.kv_indices,
+            self.num_indices,
+            scale,
+        )

@@ -54,16 +54,37 @@ def attention(
         raise ValueError("qo_indptr, kv_indptr: want both (ragged) or neither (dense)")
     if qo_indptr is not None:
         plan = plan_attention(
-            num_qo_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=q.shape[2], head_dim_v=v.shape[2], qo_indptr=qo_indptr,
-            kv_indptr=kv_indptr, causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, dtype=q.dtype,
-            base=base, max_q_rows=q.shape[0], device=q.device, backend=backend, debug=debug,
-        )  # fmt: skip
+            num_qo_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            head_dim=q.shape[2],
+            head_dim_v=v.shape[2],
+            qo_indptr=qo_indptr,
+            kv_indptr=kv_indptr,
+            causal=causal,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            dtype=q.dtype,
+            base=base,
+            max_q_rows=q.shape[0],
+            device=q.device,
+            backend=backend,
+            debug=debug,
+        )
         return plan.run(q, k, v, out=out, lse=lse, return_lse=return_lse)
     target = select_target(q.device, backend)
     problem = Problem(
-        q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, 0, causal, window_left, logits_soft_cap or 0.0,
+        q.shape[2],
+        k.shape[2],
+        q.shape[3],
+        v.shape[3],
+        q.dtype,
+        0,
+        causal,
+        window_left,
+        logits_soft_cap or 0.0,
         q.shape[3] ** -0.5 if sm_scale is None else sm_scale,
-    )  # fmt: skip
+    )
     stream = torch.cuda.current_stream(target.device).cuda_stream if target.device.type == "cuda" else 0
     make = _dense_plan.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else _dense_plan
     plan = make(problem, q.shape[0], q.shape[1], k.shape[1], target, base, stream)
@@ -71,7 +92,9 @@ def attention(
 
 
 @lru_cache(maxsize=64)
-def _dense_plan(problem: Problem, batch: int, qo_len: int, kv_len: int, target: Target, base: float, stream: int) -> AttentionPlan:
+def _dense_plan(
+    problem: Problem, batch: int, qo_len: int, kv_len: int, target: Target, base: float, stream: int
+) -> AttentionPlan:
     """A dense batch's plan depends on shapes alone, so it is made once per shape and stream (its workspace must not be shared)."""
     capacity = Capacity(batch, batch * qo_len, kv_len)
     return AttentionPlan(problem, dense_batch(batch, qo_len, kv_len, target.device), capacity, target, base=base)
@@ -120,14 +143,33 @@ def paged_attention(
         raise ValueError(f"kv_layout: got {kv_layout!r}, want 'NHD' or 'HND'")
     page_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
     if block_table is None and kv_indices is None:
-        raise ValueError("kv_indices: got None, want a page table (kv_indptr, kv_indices and last_page_len, or block_table and kv_lens)")
+        raise ValueError(
+            "kv_indices: got None, want a page table (kv_indptr, kv_indices and last_page_len, or block_table and kv_lens)"
+        )
     plan = plan_attention(
-        num_qo_heads=q.shape[1], num_kv_heads=k_cache.shape[head_dim], head_dim=q.shape[2], head_dim_v=v_cache.shape[3],
-        qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, last_page_len=last_page_len, block_table=block_table,
-        kv_lens=kv_lens, page_size=k_cache.shape[page_dim], kv_layout=kv_layout, causal=causal, window_left=window_left,
-        logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, dtype=q.dtype, base=base, max_q_rows=q.shape[0], device=q.device,
-        backend=backend, debug=debug,
-    )  # fmt: skip
+        num_qo_heads=q.shape[1],
+        num_kv_heads=k_cache.shape[head_dim],
+        head_dim=q.shape[2],
+        head_dim_v=v_cache.shape[3],
+        qo_indptr=qo_indptr,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        last_page_len=last_page_len,
+        block_table=block_table,
+        kv_lens=kv_lens,
+        page_size=k_cache.shape[page_dim],
+        kv_layout=kv_layout,
+        causal=causal,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale,
+        dtype=q.dtype,
+        base=base,
+        max_q_rows=q.shape[0],
+        device=q.device,
+        backend=backend,
+        debug=debug,
+    )
     return plan.run(q, k_cache, v_cache, out=out, lse=lse, return_lse=return_lse)
 
 

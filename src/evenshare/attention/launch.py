@@ -29,9 +29,14 @@ def _block_dim(dim: int) -> int:
 
 
 def launch_tile_table(
-    problem: Problem, tile: TileConfig, batch: Batch, tiles: torch.Tensor, iterations: torch.Tensor, offsets: torch.Tensor,
+    problem: Problem,
+    tile: TileConfig,
+    batch: Batch,
+    tiles: torch.Tensor,
+    iterations: torch.Tensor,
+    offsets: torch.Tensor,
     status: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Device metadata -> tiles, iterations and status, in place. No sync, no allocation."""
     small = tiles.device.type == "cpu"
     max_tiles = tiles.shape[0]
@@ -50,13 +55,31 @@ def launch_tile_table(
         "BLOCK_M": tile.block_m,
     }
     tile_table_kernels.tile_offsets[(1,)](
-        *indptrs, offsets, status, batch.size, max_tiles, *table, **shared, BLOCK=INTERPRETER_BLOCK if small else REQUEST_BLOCK
-    )  # fmt: skip
+        *indptrs,
+        offsets,
+        status,
+        batch.size,
+        max_tiles,
+        *table,
+        **shared,
+        BLOCK=INTERPRETER_BLOCK if small else REQUEST_BLOCK,
+    )
     block = INTERPRETER_BLOCK if small else TILE_BLOCK
     tile_table_kernels.tile_table[(triton.cdiv(max_tiles, block),)](
-        *indptrs, offsets, tiles, iterations, batch.size, max_tiles, *table, problem.window_left,
-        **shared, CAUSAL=problem.causal, HAS_WINDOW=problem.window_left >= 0, BLOCK_N=tile.block_n, BLOCK=block,
-    )  # fmt: skip
+        *indptrs,
+        offsets,
+        tiles,
+        iterations,
+        batch.size,
+        max_tiles,
+        *table,
+        problem.window_left,
+        **shared,
+        CAUSAL=problem.causal,
+        HAS_WINDOW=problem.window_left >= 0,
+        BLOCK_N=tile.block_n,
+        BLOCK=block,
+    )
 
 
 def launch_forward(
@@ -75,7 +98,7 @@ def launch_forward(
     num_indices: int,
     lse_scale: float,
 ) -> None:
-    """q, out [tokens, Hq, D] or [B, S, Hq, D]; k, v [pages, page_size, Hkv, D], [tokens, Hkv, D] or [B, S, Hkv, D]; any strides but the last."""
+    """q, out: [tokens, Hq, D] or dense [B, S, Hq, D]; k, v: pages [num_pages, page_size, Hkv, D], [tokens, Hkv, D] or dense."""
     if plan.num_workers == 0 or plan.max_segments == 0 or out.numel() == 0:
         return
     dense = q.dim() == 4
@@ -91,14 +114,47 @@ def launch_forward(
     partial_o = workspace.partials
     partial_lse = workspace.partials[slots * block_dv :] if slots else workspace.partials
     forward_kernels.forward[(plan.num_workers,)](
-        q, k, v, out, lse if lse is not None else partial_o, kv_indices if kv_indices is not None else tiles,
-        plan.worker_indptr, plan.segments, tiles, partial_o, partial_lse, workspace.counters, status,
-        problem.sm_scale, problem.logits_soft_cap, lse_scale, problem.window_left, problem.num_kv_heads,
-        q.shape[0], q.shape[1] if dense else q.shape[0], k.shape[0], num_indices,
-        *row_strides(q), *key_strides(k), *key_strides(v), *row_strides(out),
+        q,
+        k,
+        v,
+        out,
+        lse if lse is not None else partial_o,
+        kv_indices if kv_indices is not None else tiles,
+        plan.worker_indptr,
+        plan.segments,
+        tiles,
+        partial_o,
+        partial_lse,
+        workspace.counters,
+        status,
+        problem.sm_scale,
+        problem.logits_soft_cap,
+        lse_scale,
+        problem.window_left,
+        problem.num_kv_heads,
+        q.shape[0],
+        q.shape[1] if dense else q.shape[0],
+        k.shape[0],
+        num_indices,
+        *row_strides(q),
+        *key_strides(k),
+        *key_strides(v),
+        *row_strides(out),
         *(row_strides(lse) if lse is not None else (0, 0, 0)),
-        GROUP=problem.group_size, HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v, PAGE_SIZE=problem.page_size, DENSE=dense,
-        CAUSAL=problem.causal, HAS_WINDOW=problem.window_left >= 0, HAS_SOFT_CAP=problem.logits_soft_cap > 0, HAS_LSE=lse is not None,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=_block_dim(problem.head_dim), BLOCK_DV=block_dv,
-        NUM_STAGES=tile.num_stages, PRECISION="ieee", num_warps=tile.num_warps,
-    )  # fmt: skip
+        GROUP=problem.group_size,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        PAGE_SIZE=problem.page_size,
+        DENSE=dense,
+        CAUSAL=problem.causal,
+        HAS_WINDOW=problem.window_left >= 0,
+        HAS_SOFT_CAP=problem.logits_soft_cap > 0,
+        HAS_LSE=lse is not None,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=_block_dim(problem.head_dim),
+        BLOCK_DV=block_dv,
+        NUM_STAGES=tile.num_stages,
+        PRECISION="ieee",
+        num_warps=tile.num_warps,
+    )

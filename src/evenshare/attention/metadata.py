@@ -75,14 +75,16 @@ def make_batch(
     block_table: torch.Tensor | None,
     kv_lens: torch.Tensor | None,
 ) -> Batch:
-    """Sort the metadata of a public call into a `Batch`; raise unless exactly one form is given with matching shapes and devices."""
+    """Sort the metadata of a public call into a `Batch`; raise unless it is one form with matching shapes and devices."""
+    indptr: torch.Tensor | None
+    indices: torch.Tensor | None
+    lens: torch.Tensor | None
     if block_table is not None or kv_lens is not None:
         if block_table is None or kv_lens is None or any(t is not None for t in (kv_indptr, kv_indices, last_page_len)):
             raise ValueError("block_table, kv_lens: want both, and then no kv_indptr, kv_indices or last_page_len")
-        table = _index_tensor("block_table", block_table, (None, None))
-        lens = _index_tensor("kv_lens", kv_lens, (table.shape[0],))
         form: Form = "block_table"
-        indptr, indices = None, table
+        indptr, indices = None, _index_tensor("block_table", block_table, (None, None))
+        lens = _index_tensor("kv_lens", kv_lens, (indices.shape[0],))
     elif kv_indptr is None:
         raise ValueError("kv_indptr: got None, want an int32 tensor [batch + 1] (or block_table and kv_lens)")
     else:
@@ -94,12 +96,16 @@ def make_batch(
         form = "ragged" if kv_indices is None else "paged"
         indices = None if kv_indices is None else _index_tensor("kv_indices", kv_indices, (None,))
         lens = None if last_page_len is None else _index_tensor("last_page_len", last_page_len, (indptr.shape[0] - 1,))
-    batch = (lens.shape[0] if form == "block_table" else indptr.shape[0] - 1)  # type: ignore[union-attr]
+    batch = indptr.shape[0] - 1 if indptr is not None else block_table.shape[0]  # type: ignore[union-attr]
     qo = None if qo_indptr is None else _index_tensor("qo_indptr", qo_indptr, (batch + 1,))
-    devices = {name: t.device for name, t in (("qo_indptr", qo), ("kv_indptr", indptr), ("lengths", lens)) if t is not None}
+    devices = {
+        name: t.device for name, t in (("qo_indptr", qo), ("kv_indptr", indptr), ("lengths", lens)) if t is not None
+    }
     if len(set(devices.values())) > 1:
         raise ValueError(f"devices of the metadata: got {devices}, want one device")
-    return Batch(form, qo, indptr, lens, indices, indices.shape[1] if form == "block_table" and indices is not None else 0)
+    return Batch(
+        form, qo, indptr, lens, indices, indices.shape[1] if form == "block_table" and indices is not None else 0
+    )
 
 
 def dense_batch(batch: int, qo_len: int, kv_len: int, device: torch.device) -> Batch:
@@ -115,7 +121,14 @@ def to_host(batch: Batch) -> Batch:
     def host(t: torch.Tensor | None) -> torch.Tensor | None:
         return None if t is None else t.cpu()
 
-    return Batch(batch.form, host(batch.qo_indptr), host(batch.kv_indptr), host(batch.kv_lens), host(batch.kv_indices), batch.table_width)
+    return Batch(
+        batch.form,
+        host(batch.qo_indptr),
+        host(batch.kv_indptr),
+        host(batch.kv_lens),
+        host(batch.kv_indices),
+        batch.table_width,
+    )
 
 
 def check_host_values(batch: Batch, page_size: int) -> None:
@@ -128,12 +141,16 @@ def check_host_values(batch: Batch, page_size: int) -> None:
         falls = torch.nonzero(indptr[1:] < indptr[:-1])
         if falls.numel():
             i = int(falls[0])
-            raise ValueError(f"{name}: got {int(indptr[i])} then {int(indptr[i + 1])} at index {i}, want a non-decreasing sequence")
+            raise ValueError(
+                f"{name}: got {int(indptr[i])} then {int(indptr[i + 1])} at index {i}, want a non-decreasing sequence"
+            )
     lens = batch.kv_lens
     if batch.form == "paged":
         assert batch.kv_indptr is not None and lens is not None and batch.kv_indices is not None
         if batch.size and int(batch.kv_indptr[-1]) > batch.kv_indices.shape[0]:
-            raise ValueError(f"kv_indptr[-1]: got {int(batch.kv_indptr[-1])}, want at most the {batch.kv_indices.shape[0]} kv_indices")
+            raise ValueError(
+                f"kv_indptr[-1]: got {int(batch.kv_indptr[-1])}, want at most the {batch.kv_indices.shape[0]} kv_indices"
+            )
         has_pages = batch.kv_indptr[1:] > batch.kv_indptr[:-1]
         wrong = torch.nonzero(has_pages & ((lens < 1) | (lens > page_size)))
         if wrong.numel():
@@ -145,7 +162,9 @@ def check_host_values(batch: Batch, page_size: int) -> None:
         wrong = torch.nonzero((lens < 0) | (lens > limit))
         if wrong.numel():
             i = int(wrong[0])
-            raise ValueError(f"kv_lens[{i}]: got {int(lens[i])}, want 0 to {limit} ({batch.table_width} pages of {page_size})")
+            raise ValueError(
+                f"kv_lens[{i}]: got {int(lens[i])}, want 0 to {limit} ({batch.table_width} pages of {page_size})"
+            )
 
 
 def request_bounds(batch: Batch, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

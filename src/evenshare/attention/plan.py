@@ -25,9 +25,18 @@ class AttentionPlan:
     """A batch's work dealt to workers; made by `plan_attention`. It owns its workspace: use it on one stream at a time."""
 
     def __init__(
-        self, problem: Problem, batch: Batch, capacity: Capacity, target: Target, *, kv_layout: str = "NHD", base: float = math.e,
-        policy: str = "stream_k", planner: str | None = None, debug: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        problem: Problem,
+        batch: Batch,
+        capacity: Capacity,
+        target: Target,
+        *,
+        kv_layout: str = "NHD",
+        base: float = math.e,
+        policy: str = "stream_k",
+        planner: str | None = None,
+        debug: bool = False,
+    ) -> None:
         if planner is None:
             planner = "host" if batch.device.type == "cpu" else "device"
         self.problem = problem
@@ -74,7 +83,9 @@ class AttentionPlan:
         if batch.device != old.device:
             raise ValueError(f"metadata: got device {batch.device}, want {old.device} as planned first")
         if batch.size > self.capacity.max_batch:
-            raise ValueError(f"batch: got {batch.size} requests, want at most the plan's max_batch {self.capacity.max_batch}")
+            raise ValueError(
+                f"batch: got {batch.size} requests, want at most the plan's max_batch {self.capacity.max_batch}"
+            )
         self._plan(batch)
 
     def _plan(self, batch: Batch) -> None:
@@ -91,9 +102,15 @@ class AttentionPlan:
         self._batch = batch
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
         return_lse: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Attention of the planned batch.
 
         q: [total_q, Hq, D]. k, v: pages [num_pages, page_size, Hkv, D] (NHD) or [num_pages, Hkv, page_size, D] (HND), or ragged
@@ -122,7 +139,9 @@ class AttentionPlan:
         if q.shape[0] < self._num_q_tokens:
             raise ValueError(f"q: got {q.shape[0]} tokens, want at least the {self._num_q_tokens} of the planned batch")
         if not problem.page_size and k.shape[0] < self._num_kv_tokens:
-            raise ValueError(f"k: got {k.shape[0]} tokens, want at least the {self._num_kv_tokens} of the planned batch")
+            raise ValueError(
+                f"k: got {k.shape[0]} tokens, want at least the {self._num_kv_tokens} of the planned batch"
+            )
         if out is None:
             out = torch.empty(out_shape, dtype=problem.dtype, device=device)
         if lse is None and return_lse:
@@ -132,7 +151,9 @@ class AttentionPlan:
 
     def _token_major(self, name: str, pages: torch.Tensor) -> torch.Tensor:
         if pages.dim() != 4:
-            raise ValueError(f"{name}: got shape {tuple(pages.shape)}, want four dimensions in the {self.kv_layout} layout")
+            raise ValueError(
+                f"{name}: got shape {tuple(pages.shape)}, want four dimensions in the {self.kv_layout} layout"
+            )
         return pages.transpose(1, 2) if self.kv_layout == "HND" else pages
 
     @property
@@ -205,9 +226,13 @@ def plan_attention(
     torch.Size([3, 4, 8])
     """
     batch = make_batch(
-        qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, last_page_len=last_page_len, block_table=block_table,
+        qo_indptr=qo_indptr,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        last_page_len=last_page_len,
+        block_table=block_table,
         kv_lens=kv_lens,
-    )  # fmt: skip
+    )
     if batch.form == "ragged":
         if page_size is not None:
             raise ValueError(f"page_size: got {page_size} for ragged keys, want None (or kv_indices and last_page_len)")
@@ -223,9 +248,17 @@ def plan_attention(
     if batch.device.type != "cpu" and batch.device != target.device:
         raise ValueError(f"metadata: got device {batch.device}, want {target.device} or cpu")
     problem = Problem(
-        num_qo_heads, num_kv_heads, head_dim, head_dim if head_dim_v is None else head_dim_v, dtype, page_size or 0, causal, window_left,
-        logits_soft_cap or 0.0, head_dim**-0.5 if sm_scale is None else sm_scale,
-    )  # fmt: skip
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        head_dim if head_dim_v is None else head_dim_v,
+        dtype,
+        page_size or 0,
+        causal,
+        window_left,
+        logits_soft_cap or 0.0,
+        head_dim**-0.5 if sm_scale is None else sm_scale,
+    )
     if max_q_rows is None:
         if batch.qo_indptr is None:
             max_q_rows = batch.size

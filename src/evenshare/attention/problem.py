@@ -60,7 +60,12 @@ def lse_scale(base: float) -> float:
 
 
 def check_tensor(
-    name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device, unit_stride: bool = True
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int | None, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    unit_stride: bool = True,
 ) -> None:
     """Raise unless `tensor` has this dtype, device, shape (None: any extent) and, if asked, a last dimension of stride 1."""
     if tensor.dtype != dtype:

@@ -66,7 +66,9 @@ def tile_table(problem: Problem, tile: TileConfig, batch: Batch, max_tiles: int)
     request = torch.repeat_interleave(torch.arange(batch.size, dtype=torch.int32), counts)
     num_tiles = request.shape[0]
     if num_tiles > max_tiles:
-        raise ValueError(f"qo_indptr: got {num_tiles} row tiles, want at most the plan's capacity of {max_tiles} (see max_q_rows)")
+        raise ValueError(
+            f"qo_indptr: got {num_tiles} row tiles, want at most the plan's capacity of {max_tiles} (see max_q_rows)"
+        )
     offsets = torch.cumsum(counts, 0, dtype=torch.int32) - counts
     r = request.long()
     row_begin = (torch.arange(num_tiles, dtype=torch.int32) - offsets[r]) * tile.block_m
@@ -82,7 +84,16 @@ def tile_table(problem: Problem, tile: TileConfig, batch: Batch, max_tiles: int)
     first_block = begin // tile.block_n
     blocks = (end + tile.block_n - 1) // tile.block_n - first_block
     tiles = torch.zeros(max_tiles, TILE_COLUMNS, dtype=torch.int32)
-    columns = [q_start[r], qo_len[r], row_begin, kv_start[r], kv_len[r], first_block, request, torch.zeros_like(request)]
+    columns = [
+        q_start[r],
+        qo_len[r],
+        row_begin,
+        kv_start[r],
+        kv_len[r],
+        first_block,
+        request,
+        torch.zeros_like(request),
+    ]
     tiles[:num_tiles] = torch.stack(columns, 1)
     iterations = torch.zeros(max_tiles, dtype=torch.int32)
     iterations[:num_tiles] = blocks.clamp(min=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -31,7 +31,7 @@ def interpreter_active() -> bool:
 INTERPRETER_WORKERS = 4
 
 
-@lru_cache(maxsize=None)
+@cache
 def _target(device: torch.device, backend: str) -> Target:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

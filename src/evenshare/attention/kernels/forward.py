@@ -60,7 +60,9 @@ def _merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots,
         acc += o * weight[:, None]
         total += weight
     safe = tl.where(total > 0.0, total, 1.0)
-    lse2 = tl.where(usable, base + tl.log2(safe), tl.where(peak == NEG_INF, NEG_INF, tl.where(peak == POS_INF, NEG_INF, peak)))
+    lse2 = tl.where(
+        usable, base + tl.log2(safe), tl.where(peak == NEG_INF, NEG_INF, tl.where(peak == POS_INF, NEG_INF, peak))
+    )
     # A NaN peak (NaN in q or k) stays NaN.
     acc = tl.where((peak != peak)[:, None], peak[:, None], acc / safe[:, None])
     return acc, lse2
@@ -99,7 +101,7 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
         counter = tl.load(row + 6)
 
         row_tile = tile // num_kv_heads
-        kv_head = (tile - row_tile * num_kv_heads).to(tl.int64)
+        kv_head = tl.cast(tile - row_tile * num_kv_heads, tl.int64)
         info = tiles_ptr + row_tile.to(tl.int64) * TILE_COLUMNS
         q_start = tl.load(info).to(tl.int64)
         qo_len = tl.load(info + 1)
@@ -146,8 +148,12 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
             bad |= outside.to(tl.int32)
             k_rows = page * stride_k_page + token * stride_k_token + kv_head * stride_k_head
             v_rows = page * stride_v_page + token * stride_v_token + kv_head * stride_v_head
-            k = tl.load(k_ptr + k_rows[None, :] + d[:, None], mask=readable[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
-            v = tl.load(v_ptr + v_rows[:, None] + dv[None, :], mask=readable[:, None] & (dv < HEAD_DIM_V)[None, :], other=0.0)
+            k = tl.load(
+                k_ptr + k_rows[None, :] + d[:, None], mask=readable[None, :] & (d < HEAD_DIM)[:, None], other=0.0
+            )
+            v = tl.load(
+                v_ptr + v_rows[:, None] + dv[None, :], mask=readable[:, None] & (dv < HEAD_DIM_V)[None, :], other=0.0
+            )
             s = tl.dot(q, k, input_precision=PRECISION) * sm_scale
             if HAS_SOFT_CAP:
                 # tanh(x) = 2 sigmoid(2x) - 1
@@ -182,7 +188,9 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
             tl.store(partial_lse_ptr + slot_rows, lse2)
             finished = arrive(counters_ptr + counter, num_slots)
             if finished:
-                acc, lse2 = _merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, BLOCK_M, BLOCK_DV, 16)
+                acc, lse2 = _merge_partials(
+                    partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, BLOCK_M, BLOCK_DV, 16
+                )
         else:
             lse2 = tl.where(is_bad, NEG_INF, lse2)
         if finished:

@@ -50,8 +50,8 @@ def request_bounds(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, r, mask, table_str
 
 
 @triton.jit
-def tile_offsets(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, offsets_ptr, status_ptr, batch, max_tiles, table_stride, table_width, num_indices,
-                 HAS_QO: tl.constexpr, FORM: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr,
+def tile_offsets(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, offsets_ptr, status_ptr, batch, max_tiles,
+                 table_stride, table_width, num_indices, HAS_QO: tl.constexpr, FORM: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One program: offsets [batch + 1] = exclusive prefix sum of the requests' numbers of row tiles. Sets the plan's status."""
     index = tl.arange(0, BLOCK)
@@ -61,8 +61,8 @@ def tile_offsets(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, offsets_ptr, status_
     for start in range(0, batch, BLOCK):
         r = start + index
         mask = r < batch
-        _, qo_len, _, _, bad = request_bounds(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, r, mask, table_stride, table_width, num_indices,
-                                              HAS_QO, FORM, PAGE_SIZE)  # fmt: skip
+        _, qo_len, _, _, bad = request_bounds(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, r, mask,
+                                              table_stride, table_width, num_indices, HAS_QO, FORM, PAGE_SIZE)  # fmt: skip
         tiles = tl.where(mask, (qo_len * GROUP + BLOCK_M - 1) // BLOCK_M, 0)
         inclusive = tl.cumsum(tiles, 0)
         tl.store(offsets_ptr + 1 + r, total + inclusive, mask=mask)
@@ -94,8 +94,8 @@ def tile_table(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, offsets_ptr, tiles_ptr
         high = tl.where(open_ & (right == 0), middle, high)
         span = span // 2
     r = tl.minimum(low, batch - 1)
-    q_start, qo_len, kv_start, kv_len, _ = request_bounds(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, r, mask, table_stride, table_width, num_indices,
-                                                          HAS_QO, FORM, PAGE_SIZE)  # fmt: skip
+    q_start, qo_len, kv_start, kv_len, _ = request_bounds(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, r, mask,
+                                                          table_stride, table_width, num_indices, HAS_QO, FORM, PAGE_SIZE)  # fmt: skip
     row_begin = (t - tl.load(offsets_ptr + r, mask=mask, other=0)) * BLOCK_M
     first_q = row_begin // GROUP
     last_q = tl.minimum((row_begin + BLOCK_M - 1) // GROUP, qo_len - 1)

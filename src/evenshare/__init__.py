@@ -9,8 +9,8 @@ __getattr__, __all__ = attach(
     {
         "AttentionPlan": "attention",
         "QuantizedWeight": "quant",
+        "attention": "attention",
         "append_paged_kv_cache": "ops",
-        "attention": "attention.functions",
         "matmul": "gemm",
         "merge_state": "attention",
         "merge_states": "attention",

@@ -1,4 +1,12 @@
-"""Attention over ragged batches and paged KV caches, in even shares."""
+"""Attention over ragged batches and paged KV caches, in even shares.
+
+The package shares its name with its main function, so it is callable: `evenshare.attention(q, k, v)` is
+`evenshare.attention.attention(q, k, v)`.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
 
 from evenshare._lazy import attach
 
@@ -13,3 +21,11 @@ __getattr__, __all__ = attach(
         "plan_attention": "plan",
     },
 )
+
+
+class _CallableModule(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.attention(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -32,22 +32,26 @@ def next_power_of_2(n: int) -> int:
 def choose_tile(problem: Problem, mean_qo_len: float, interpreted: bool = False) -> TileConfig:
     """Tile sizes for requests of `mean_qo_len` query tokens.
 
-    Few rows are bound by memory: 16 rows (the smallest mma), two workers a SM and three stages keep enough loads in flight.
+    Few rows are bound by memory: 16 rows are the smallest mma, and two workers a SM keep loads in flight.
     Many rows are bound by the tensor cores, which want 64 rows or more a warp group.
     """
-    rows = mean_qo_len * problem.group_size
-    block_d = max(next_power_of_2(max(problem.head_dim, problem.head_dim_v)), 16)
-    wide = block_d > 128 or problem.dtype == torch.float32
     if interpreted:
-        # Small tiles, so that short inputs have several iterations, row tiles and splits.
-        return TileConfig(16, 16, 4, 1, 1)
+        return TileConfig(16, 16, 4, 1, 1)  # small, so that short inputs have several iterations, row tiles and splits
+    rows = mean_qo_len * problem.group_size
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    if problem.dtype == torch.float32:
+        # FMA units, operands in registers: larger tiles spill (ptxas, sm_80 and sm_90).
+        block_n = 16 if wide else 32
+        return TileConfig(16, block_n, 4, 2, 2) if rows <= 16 else TileConfig(32, block_n, 8, 2, 1)
     if rows <= 16:
-        return TileConfig(16, 32 if wide else 64, 4, 2 if wide and block_d > 128 else 3, 2)
+        # A page's id is loaded before its keys, and the pipeline gives each of the two half of its stages.
+        stages = 5 if problem.page_size else 3
+        return TileConfig(16, 32 if wide else 64, 4, stages, 2)
     if rows <= 32:
-        return TileConfig(32, 32 if wide else 64, 4, 2, 2)
-    if rows <= 64 or wide:
-        return TileConfig(64, 32 if wide else 64, 4, 2, 1 if wide else 2)
-    return TileConfig(128, 64, 8, 3, 1)
+        return TileConfig(32, 32 if wide else 64, 4, 2 if wide else 3, 2)
+    if wide:
+        return TileConfig(64, 32, 8, 2, 1)
+    return TileConfig(64, 64, 8, 2, 1) if rows <= 64 else TileConfig(128, 64, 8, 3, 1)
 
 
 def max_row_tiles(problem: Problem, tile: TileConfig, max_batch: int, max_q_rows: int) -> int:

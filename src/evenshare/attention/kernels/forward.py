@@ -91,7 +91,7 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
     dv = tl.arange(0, BLOCK_DV)
     segment_end = tl.load(worker_indptr_ptr + worker + 1)
     for segment in range(tl.load(worker_indptr_ptr + worker), segment_end):
-        row = segments_ptr + segment.to(tl.int64) * SEGMENT_COLUMNS
+        row = segments_ptr + segment * SEGMENT_COLUMNS
         tile = tl.load(row)
         block_lo = tl.load(row + 1)
         block_hi = tl.load(row + 2)

@@ -1,0 +1,33 @@
+"""Every Python block of README.md and docs/ runs as it stands, from the top of its page to the bottom."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_code_blocks_run(page: Path) -> None:
+    names: dict[str, Any] = {}
+    for number, block in enumerate(python_blocks(page)):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+
+
+def test_readme_has_an_example() -> None:
+    assert python_blocks(PAGES[0])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_to_files_exist(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / link).exists(), f"{page.name} links to {link}"

@@ -1,0 +1,17 @@
+"""Products with 4- and 8-bit weights: the canonical weight, readers of file formats, and the matmul that dequantises as it goes."""
+
+from evenshare._lazy import attach
+
+__getattr__, __all__ = attach(
+    __name__,
+    {
+        "QuantizedWeight": "weight",
+        "concatenate": "weight",
+        "load_weights": "storage",
+        "prepare": "functions",
+        "quantize": "rounding",
+        "save_weights": "storage",
+        "w4a16_matmul": "functions",
+        "w8a16_matmul": "functions",
+    },
+)

@@ -1,0 +1,122 @@
+"""Public functions of the quantised house."""
+
+from __future__ import annotations
+
+import torch
+
+from evenshare.device.target import select_target
+from evenshare.quant import cpu
+from evenshare.quant.reference import ACTIVATIONS
+from evenshare.quant.weight import QuantizedWeight
+
+ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def w4a16_matmul(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """y = activation(x Wᵀ + bias) with a 4-bit weight, dequantised inside the kernel; sums in float32.
+
+    x: float16, bfloat16 or float32 [..., k], any strides.
+    weight: 4-bit `QuantizedWeight` [n, k] on the device of x. It is packed for the backend at the first call (or by `prepare`).
+    bias: [n], any float dtype.
+    activation: None, "relu", "gelu", "gelu_tanh" or "silu".
+    out: [..., n], dtype and device of x, any strides; returned.
+    backend: None (by device), "cpu" or "triton".
+
+    Returns [..., n] in the dtype of x; an empty x gives an empty result. On a GPU the weight is split along k by even shares
+    (arXiv 2301.03598, 2402.00025) and results repeat bit for bit. On the CPU, bfloat16 rounds scales to bfloat16.
+
+    Raises TypeError for a wrong dtype and ValueError for a wrong shape, device, activation or backend, before any work.
+
+    >>> import torch
+    >>> from evenshare.quant import quantize, w4a16_matmul
+    >>> weight = quantize(torch.randn(64, 128), group_size=32)
+    >>> w4a16_matmul(torch.randn(3, 128), weight, activation="silu").shape
+    torch.Size([3, 64])
+    """
+    if weight.bits != 4:
+        raise ValueError(f"weight: got {weight.bits}-bit codes, want 4 (w8a16_matmul takes 8)")
+    return _matmul(x, weight, bias, activation, out, backend)
+
+
+def w8a16_matmul(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """`w4a16_matmul` for 8-bit weights (GGUF Q8_0), grouped in the same way."""
+    if weight.bits != 8:
+        raise ValueError(f"weight: got {weight.bits}-bit codes, want 8 (w4a16_matmul takes 4)")
+    return _matmul(x, weight, bias, activation, out, backend)
+
+
+def prepare(weight: QuantizedWeight, dtype: torch.dtype, backend: str | None = None) -> QuantizedWeight:
+    """Pack `weight` now for activations of `dtype`, so that the first call does not have to. Returns `weight`."""
+    if dtype not in ACTIVATION_DTYPES:
+        raise TypeError(f"dtype: got {dtype}, want float32, float16 or bfloat16")
+    target = select_target(weight.device, backend)
+    if target.backend == "cpu":
+        cpu.pack(weight, dtype)
+    return weight
+
+
+def _matmul(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    out: torch.Tensor | None,
+    backend: str | None,
+) -> torch.Tensor:
+    _validate(x, weight, bias, activation, out)
+    rows = x if x.ndim == 2 else x.reshape(-1, weight.k)
+    y = cpu.matmul(rows, weight)
+    if bias is not None:
+        y += bias
+    if activation is not None:
+        y = ACTIVATIONS[activation](y)
+    y = y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
+    return y if out is None else out.copy_(y)
+
+
+def _validate(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    out: torch.Tensor | None,
+) -> None:
+    # On the path of every CPU token: no tuple or string is built unless something is wrong.
+    if x.dtype not in ACTIVATION_DTYPES:
+        raise TypeError(f"x: got {x.dtype}, want float32, float16 or bfloat16")
+    if x.ndim == 0 or x.shape[-1] != weight.k:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, want [..., {weight.k}], the k of weight {weight.shape}")
+    if x.device != weight.codes.device:
+        raise ValueError(f"x: got device {x.device}, want that of weight, {weight.device}")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation: got {activation!r}, want None or one of {', '.join(ACTIVATIONS)}")
+    if bias is not None:
+        if not bias.is_floating_point():
+            raise TypeError(f"bias: got {bias.dtype}, want a floating-point tensor")
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias: got shape {tuple(bias.shape)}, want [{weight.n}], the n of weight {weight.shape}")
+        if bias.device != x.device:
+            raise ValueError(f"bias: got device {bias.device}, want that of x, {x.device}")
+    if out is not None:
+        if out.dtype != x.dtype:
+            raise TypeError(f"out: got {out.dtype}, want that of x, {x.dtype}")
+        if out.shape != (*x.shape[:-1], weight.n):
+            raise ValueError(f"out: got shape {tuple(out.shape)}, want {(*x.shape[:-1], weight.n)}")
+        if out.device != x.device:
+            raise ValueError(f"out: got device {out.device}, want that of x, {x.device}")

@@ -146,6 +146,7 @@ def launch_forward(
         HEAD_DIM_V=problem.head_dim_v,
         PAGE_SIZE=problem.page_size,
         DENSE=dense,
+        SAME_STRIDES=k.stride()[:-2] == v.stride()[:-2],
         CAUSAL=problem.causal,
         HAS_WINDOW=problem.window_left >= 0,
         HAS_SOFT_CAP=problem.logits_soft_cap > 0,

@@ -69,6 +69,54 @@ def _merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots,
 
 
 @triton.jit
+def _attend(q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_start, kv_len, readable_len, num_pages, last_key,
+            score_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page, stride_v_token,
+            HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr,
+            MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """One iteration: the keys of `block` join the softmax state. MASKED is off for blocks that every row sees whole."""
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PAGE_SIZE > 0:
+        page = tl.load(kv_indices_ptr + kv_start + n // PAGE_SIZE, mask=n < readable_len, other=-1)
+        readable = page.to(tl.uint32, bitcast=True) < num_pages  # false for -1 as well
+        token = n % PAGE_SIZE
+        k_rows = page.to(tl.int64) * stride_k_page + token.to(tl.int64) * stride_k_token
+        if SAME_STRIDES:
+            v_rows = k_rows
+        else:
+            v_rows = page.to(tl.int64) * stride_v_page + token.to(tl.int64) * stride_v_token
+        bad |= (readable != (n < kv_len)).to(tl.int32)
+    else:
+        readable = n < readable_len
+        k_rows = kv_start * stride_k_page + n.to(tl.int64) * stride_k_token
+        v_rows = kv_start * stride_v_page + n.to(tl.int64) * stride_v_token
+    k_mask = readable[None, :] & (d < HEAD_DIM)[:, None]
+    v_mask = readable[:, None] & (dv < HEAD_DIM_V)[None, :]
+    k = tl.load(k_ptr + k_head + k_rows[None, :] + d[:, None], mask=k_mask, other=0.0)
+    v = tl.load(v_ptr + v_head + v_rows[:, None] + dv[None, :], mask=v_mask, other=0.0)
+    s = tl.dot(q, k, input_precision=PRECISION) * score_scale
+    if HAS_SOFT_CAP:
+        # tanh(x) = 2 sigmoid(2x) - 1; the scores of the softmax are in base 2
+        s = (logits_soft_cap * LOG2E) * (2.0 * tl.sigmoid(s) - 1.0)
+    if MASKED:
+        keep = (n < kv_len)[None, :]
+        if CAUSAL:
+            keep = keep & (n[None, :] <= last_key[:, None])
+        if HAS_WINDOW:
+            keep = keep & (n[None, :] + window_left >= last_key[:, None])
+        s = tl.where(keep, s, NEG_INF)
+    new_peak = tl.maximum(peak, tl.max(s, 1))
+    base = tl.where(new_peak == NEG_INF, 0.0, new_peak)
+    p = tl.exp2(s - base[:, None])
+    alpha = tl.exp2(peak - base)
+    total = total * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return new_peak, total, acc, bad
+
+
+@triton.jit
 def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
             partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
             sm_scale, logits_soft_cap, lse_scale, window_left, num_kv_heads, num_q_starts, num_q_tokens, num_pages, num_indices,
@@ -78,17 +126,21 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
             stride_o_start, stride_o_token, stride_o_head,
             stride_lse_start, stride_lse_token, stride_lse_head,
             GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr, DENSE: tl.constexpr,
-            CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_LSE: tl.constexpr,
+            SAME_STRIDES: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_LSE: tl.constexpr,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
             NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """PAGE_SIZE > 0: k and v are pages, found through kv_indices. PAGE_SIZE == 0: contiguous keys, the request's first at
     kv_start * stride_k_page. DENSE: q_start and kv_start count batch entries (stride_*_start, stride_*_page are batch strides);
-    otherwise they count tokens, or entries of kv_indices, and stride_q_start == stride_q_token."""
+    otherwise they count tokens, or entries of kv_indices, and stride_q_start == stride_q_token.
+    SAME_STRIDES: k and v have the same page and token strides, so their row offsets are computed once."""
     worker = tl.program_id(0)
     rows = tl.arange(0, BLOCK_M)
-    keys = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
+    if HAS_SOFT_CAP:
+        score_scale = 2.0 * sm_scale / logits_soft_cap
+    else:
+        score_scale = sm_scale * LOG2E
     segment_end = tl.load(worker_indptr_ptr + worker + 1)
     for segment in range(tl.load(worker_indptr_ptr + worker), segment_end):
         row = segments_ptr + segment * SEGMENT_COLUMNS
@@ -119,61 +171,48 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
             rows_valid &= (q_start < num_q_starts) & (q_idx < num_q_tokens)
         else:
             rows_valid &= q_start + q_idx < num_q_tokens
+        if PAGE_SIZE > 0:
+            readable_len = tl.minimum(kv_len, tl.maximum(num_indices - kv_start, 0) * PAGE_SIZE)
+        elif DENSE:
+            readable_len = tl.where(kv_start < num_pages, kv_len, 0)
+        else:
+            readable_len = tl.minimum(kv_len, tl.maximum(num_pages - kv_start, 0))
         q_rows = q_start * stride_q_start + q_idx.to(tl.int64) * stride_q_token + head * stride_q_head
         q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=rows_valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
 
         last_key = kv_len - qo_len + q_idx  # bottom-right aligned: the last key that a causal row sees
+        # Blocks before whole_end need no mask: every row of the tile sees all their keys.
+        whole_keys = kv_len
+        if CAUSAL:
+            whole_keys = tl.minimum(whole_keys, tl.maximum(kv_len - qo_len + row_begin // GROUP + 1, 0))
+        begin = first_block + block_lo
+        end = first_block + block_hi
+        whole_end = tl.minimum(tl.maximum(whole_keys // BLOCK_N, begin), end)
+        if HAS_WINDOW:
+            whole_end = begin
         peak = tl.full([BLOCK_M], NEG_INF, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         bad = tl.zeros([BLOCK_N], tl.int32)
-        for block in tl.range(first_block + block_lo, first_block + block_hi, num_stages=NUM_STAGES):
-            n = block * BLOCK_N + keys
-            in_request = n < kv_len
-            if PAGE_SIZE > 0:
-                entry = kv_start + n // PAGE_SIZE
-                page = tl.load(kv_indices_ptr + entry, mask=in_request & (entry < num_indices), other=-1)
-                outside = in_request & ((page < 0) | (page >= num_pages))
-                page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
-                token = (n % PAGE_SIZE).to(tl.int64)
-                readable = in_request & (num_pages > 0)
-            else:
-                page = kv_start + tl.zeros([BLOCK_N], tl.int64)
-                token = n.to(tl.int64)
-                if DENSE:
-                    outside = in_request & (page >= num_pages)
-                else:
-                    outside = in_request & (page + token >= num_pages)
-                readable = in_request & (outside == 0)
-            bad |= outside.to(tl.int32)
-            k_rows = page * stride_k_page + token * stride_k_token + kv_head * stride_k_head
-            v_rows = page * stride_v_page + token * stride_v_token + kv_head * stride_v_head
-            k = tl.load(
-                k_ptr + k_rows[None, :] + d[:, None], mask=readable[None, :] & (d < HEAD_DIM)[:, None], other=0.0
-            )
-            v = tl.load(
-                v_ptr + v_rows[:, None] + dv[None, :], mask=readable[:, None] & (dv < HEAD_DIM_V)[None, :], other=0.0
-            )
-            s = tl.dot(q, k, input_precision=PRECISION) * sm_scale
-            if HAS_SOFT_CAP:
-                # tanh(x) = 2 sigmoid(2x) - 1
-                s = logits_soft_cap * (2.0 * tl.sigmoid(2.0 * s / logits_soft_cap) - 1.0)
-            s = s * LOG2E
-            keep = in_request[None, :]
-            if CAUSAL:
-                keep = keep & (n[None, :] <= last_key[:, None])
-            if HAS_WINDOW:
-                keep = keep & (n[None, :] + window_left >= last_key[:, None])
-            s = tl.where(keep, s, NEG_INF)
-            new_peak = tl.maximum(peak, tl.max(s, 1))
-            base = tl.where(new_peak == NEG_INF, 0.0, new_peak)
-            p = tl.exp2(s - base[:, None])
-            alpha = tl.exp2(peak - base)
-            total = total * alpha + tl.sum(p, 1)
-            acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-            peak = new_peak
+        k_head = kv_head * stride_k_head
+        v_head = kv_head * stride_v_head
+        if not HAS_WINDOW:
+            for block in tl.range(begin, whole_end, num_stages=NUM_STAGES):
+                peak, total, acc, bad = _attend(
+                    q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_start, kv_len, readable_len, num_pages, last_key,
+                    score_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page,
+                    stride_v_token, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, SAME_STRIDES, False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+                )  # fmt: skip
+        for block in tl.range(whole_end, end, num_stages=NUM_STAGES if HAS_WINDOW else 1):
+            peak, total, acc, bad = _attend(
+                q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_start, kv_len, readable_len, num_pages, last_key,
+                score_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page,
+                stride_v_token, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, SAME_STRIDES, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
+                BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+            )  # fmt: skip
 
-        is_bad = tl.max(bad, 0) > 0
+        is_bad = (tl.max(bad, 0) > 0) | (readable_len < kv_len)
         if is_bad:
             tl.atomic_or(status_ptr, BAD_INDEX)
         safe = tl.where(total == 0.0, 1.0, total)
@@ -188,9 +227,7 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
             tl.store(partial_lse_ptr + slot_rows, lse2)
             finished = arrive(counters_ptr + counter, num_slots)
             if finished:
-                acc, lse2 = _merge_partials(
-                    partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, BLOCK_M, BLOCK_DV, 16
-                )
+                acc, lse2 = _merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, BLOCK_M, BLOCK_DV, 16)
         else:
             lse2 = tl.where(is_bad, NEG_INF, lse2)
         if finished:

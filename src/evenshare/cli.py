@@ -1,0 +1,55 @@
+"""The command `evenshare`. Each command imports what it needs when it runs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+try:
+    import typer
+except ImportError:
+    sys.exit("evenshare: the command line needs typer and rich: pip install evenshare[generate]")
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.splitlines()[0])
+
+
+@app.callback()
+def main() -> None:
+    """Balanced attention, Stream-K GEMM and 4-bit kernels for LLM inference."""
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str], typer.Argument(help="One prompt is streamed; several are answered at once.", show_default=False)],
+    model: Annotated[str | None, typer.Option(help="GGUF file or Hugging Face folder [default: SmolLM2-135M-Instruct, 4-bit]")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most")] = 128,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token")] = 0.0,
+    chat: Annotated[bool | None, typer.Option("--chat/--raw", help="Use the chat template or not [default: if there is one]")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16")] = "bfloat16",
+    backend: Annotated[str | None, typer.Option(help="cpu or triton [default: by device]")] = None,
+    seed: Annotated[int, typer.Option(help="Of sampling")] = 0,
+) -> None:
+    """Generate text; speed goes to stderr."""
+    from evenshare.generate.command import Request, run
+
+    run(Request(tuple(prompts), model, device, max_new_tokens, temperature, chat, dtype, backend, seed))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, which backend runs what, and why."""
+    from evenshare.generate.doctor import run
+
+    run()
+
+
+# The arguments are declared where the command is written; reading them here would import the scheduler for every command.
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def explain(context: typer.Context) -> None:
+    """Compare how the policies deal a piece of work, as a table and a timeline."""
+    from evenshare.report.explain import explain_command
+
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(explain_command)
+    command(args=context.args, prog_name="evenshare explain")

@@ -194,7 +194,7 @@ def test_offsets_past_32_bits(gpu: Place) -> None:
     stride, last = 1_077_120, 1994
     batch = random_batch((1, 2), (30, 9), heads=(8, 2), dim=64)
     moved = move(batch, gpu, torch.float16)
-    pages = to_pages(moved, 16)
+    pages = to_pages(moved, 16, extra_pages=0)  # every page is in use, so also number 1994
     storage = torch.full((stride * (last + 1),), math.nan, dtype=torch.float16, device=gpu.device)
     k = storage.as_strided((last + 1, 16, 2, 64), (stride, 128, 64, 1))
     v = storage[2048:].as_strided((last + 1, 16, 2, 64), (stride, 128, 64, 1), 2048)
@@ -249,9 +249,8 @@ def test_bits_do_not_change_between_runs(gpu: Place) -> None:
     batch = random_batch((1, 40, 1, 3), (5000, 700, 3, 2100), heads=(8, 2), dim=128)
     moved = move(batch, gpu, torch.bfloat16)
     pages = to_pages(moved, 16)
-    plan = device_plan(
-        pages.table("indptr", gpu.device) | {"qo_indptr": int32(batch.qo_indptr, gpu.device)}, dim=128, dtype=torch.bfloat16, max_q_rows=45
-    )  # fmt: skip
+    table = pages.table("indptr", gpu.device) | {"qo_indptr": int32(batch.qo_indptr, gpu.device)}
+    plan = device_plan(table, dim=128, dtype=torch.bfloat16, max_q_rows=45)
     first = plan.run(moved.q, pages.k, pages.v)
     for _ in range(20):
         assert torch.equal(plan.run(moved.q, pages.k, pages.v), first)
@@ -276,7 +275,7 @@ def test_window_edges_of_real_tiles(gpu: Place, window_left: int) -> None:
 
 
 def test_one_very_long_request(gpu: Place) -> None:
-    """64 and 4 heads, D = 256, 131072 keys: the largest partials; compared with torch in fp32, since the oracle would take minutes."""
+    """64 and 4 heads, D = 256, 131072 keys: the largest partials. Compared with torch in fp32: the oracle would take minutes."""
     q = torch.randn(1, 64, 256, device=gpu.device).bfloat16()
     k, v = torch.randn(2, 8192, 16, 4, 256, device=gpu.device).bfloat16()
     table = torch.randperm(8192, device=gpu.device).int()[None]

@@ -18,12 +18,13 @@ import torch.nn.functional as F
 
 from evenshare.quant.weight import QuantizedWeight
 
-# The int4 kernel is linear in m (26 us a row for [3072, 576] on two AVX-512 cores); dequantising (1.0 ms) and a float32 matmul
-# (1.2 ms + 2.7 us a row) pass it near m = 96. A dequantised copy kept for prefill would cost 8 times the weight's memory.
-INT4_MAX_ROWS = 96
+# The int4 kernel is linear in m (26 us a row for [3072, 576] on two AVX-512 cores); dequantising first (1.4 ms and more) for a
+# float32 matmul passes it between m = 128 (3.4 ms both) and 512 (8.5 against 13.4 ms). A float32 copy kept for prefill would
+# take 1.5 ms at m = 128, for eight times the weight's memory.
+INT4_MAX_ROWS = 128
 INT4_GROUP_SIZES = (256, 128, 64, 32)
 INT4_ROW_MULTIPLE = 16
-# Rows dequantised at a time for long inputs: 4096 x 4096 floats are 64 MB.
+# Weights dequantised at a time for long inputs, 64 MB of float32. Chunks that fit the cache were slower: the matmul's set-up.
 DEQUANTIZE_ELEMENTS = 1 << 24
 
 
@@ -40,19 +41,23 @@ class Int4Weight:
 def int4_group_size(weight: QuantizedWeight) -> int:
     """The group size under which torch's int4 kernel takes this weight (large groups are repeated smaller ones), or 0."""
     n, k = weight.shape
-    if n == 0 or n % INT4_ROW_MULTIPLE:
+    if n == 0 or n % INT4_ROW_MULTIPLE or weight.device.type != "cpu":
         return 0
     return next((g for g in INT4_GROUP_SIZES if weight.group_size % g == 0 and k % g == 0), 0)
 
 
 def pack(weight: QuantizedWeight, dtype: torch.dtype) -> Int4Weight | torch.Tensor:
     """What `matmul` needs for activations of `dtype`, from the weight's cache or made now."""
-    int4 = dtype == torch.bfloat16 and int4_group_size(weight)
-    key = "cpu-int4" if int4 else "cpu-float32"
-    found = weight.packed.get(key)
+    found = weight.packed.get(("cpu", dtype))
     if found is None:
-        found = pack_int4(weight, int4) if int4 else weight.dequantize(torch.float32)
-        weight.packed[key] = found
+        group_size = int4_group_size(weight) if dtype == torch.bfloat16 else 0
+        if group_size:
+            found = pack_int4(weight, group_size)
+        elif dtype == torch.float32:
+            found = weight.dequantize(torch.float32)
+        else:
+            found = pack(weight, torch.float32)
+        weight.packed["cpu", dtype] = found
     return found
 
 
@@ -72,8 +77,8 @@ def pack_int4(weight: QuantizedWeight, group_size: int) -> Int4Weight:
         coarse = shift.bfloat16().float()
         codes = torch.cat((codes >> 4, codes & 15), dim=1)
         scales, shift = torch.cat((16 * scales, scales), 1), torch.cat((coarse, shift - coarse + 8 * scales), 1)
-    repeats = weight.group_size // group_size
-    scales_and_zeros = torch.stack((scales, shift), dim=-1).transpose(0, 1).repeat_interleave(repeats, 0)
+    scales_and_zeros = torch.stack((scales, shift), dim=-1).transpose(0, 1)
+    scales_and_zeros = scales_and_zeros.repeat_interleave(weight.group_size // group_size, 0)
     return Int4Weight(
         torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1),
         scales_and_zeros.to(torch.bfloat16).contiguous(),
@@ -87,9 +92,10 @@ def matmul(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     operand = pack(weight, x.dtype)
     if isinstance(operand, torch.Tensor):
         return F.linear(x.float(), operand).to(x.dtype)
-    if x.shape[0] > INT4_MAX_ROWS:
+    m = x.shape[0]
+    if m > INT4_MAX_ROWS:
         return _matmul_dequantizing(x, weight)
-    if x.shape[0] == 0:
+    if m == 0:
         return x.new_empty(0, weight.n)
     x = torch.cat((x, x), 1) if operand.repeats == 2 else x.contiguous()
     return torch._weight_int4pack_mm_for_cpu(x, operand.codes, operand.group_size, operand.scales_and_zeros)

@@ -68,6 +68,10 @@ def prepare(weight: QuantizedWeight, dtype: torch.dtype, backend: str | None = N
     target = select_target(weight.device, backend)
     if target.backend == "cpu":
         cpu.pack(weight, dtype)
+    else:
+        from evenshare.quant import packing
+
+        packing.pack(weight)
     return weight
 
 
@@ -81,12 +85,22 @@ def _matmul(
 ) -> torch.Tensor:
     _validate(x, weight, bias, activation, out)
     rows = x if x.ndim == 2 else x.reshape(-1, weight.k)
-    y = cpu.matmul(rows, weight)
-    if bias is not None:
-        y += bias
-    if activation is not None:
-        y = ACTIVATIONS[activation](y)
-    y = y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
+    if backend == "cpu" or (backend is None and not x.is_cuda):
+        y = cpu.matmul(rows, weight)
+        if bias is not None:
+            y += bias
+        if activation is not None:
+            y = ACTIVATIONS[activation](y)
+    else:
+        target = select_target(x.device, backend)
+        from evenshare.quant import launch  # triton is not imported for the CPU backend
+
+        y = out if out is not None and out.ndim == 2 else x.new_empty(rows.shape[0], weight.n)
+        if y.numel():
+            launch.matmul(rows, weight, bias, activation, y, target)
+        if y is out:
+            return y
+    y = y if x.ndim == 2 else y.view(x.shape[:-1] + (weight.n,))  # noqa: RUF005: a quarter of the time of unpacking
     return y if out is None else out.copy_(y)
 
 

@@ -1,0 +1,125 @@
+"""y = activation(x Wᵀ + bias), W in packed codes, by an even share of the (tile, k-step) space (arXiv 2301.03598, 2402.00025).
+
+A k-step is one 32-bit word per column and lane: LANES rows of words hold PLANES = 32 / BITS codes each, and plane p of a word
+is LANES columns of W further along k. A plane is thus a [LANES, BLOCK_N] operand of one dot, unpacked by a shift, without any
+shuffle, and as every group is a multiple of LANES it has one scale per column. Words lie with n innermost: 16-byte loads.
+
+Codes become numbers in float32, scale and zero point included, and are rounded once to the dtype of x before the dot, so
+nothing larger than a weight is ever held in 16 bits. Sums and partials are float32.
+"""
+
+import triton
+import triton.language as tl
+
+from evenshare.device.merge import arrive
+from evenshare.device.segments import first_contributor, partial_slot, share_begin
+
+LANES = tl.constexpr(16)  # the k of one 16-bit mma, and the smallest group
+# How a code becomes a number: `ZERO_FORM`.
+SYMMETRIC = tl.constexpr(0)
+INTEGER_ZEROS = tl.constexpr(1)
+FLOAT_OFFSETS = tl.constexpr(2)
+
+
+@triton.jit
+def _accumulate(x_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, padded_n, begin, end, stride_x_m, stride_x_k,
+                BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, ZERO_FORM: tl.constexpr,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
+    """float32 [BLOCK_M, BLOCK_N] of k-steps [begin, end)."""
+    PLANES: tl.constexpr = 32 // BITS
+    BLOCK_K: tl.constexpr = PLANES * LANES
+    lanes = tl.arange(0, LANES)
+    row_offsets = rows.to(tl.int64) * stride_x_m
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in tl.range(begin, end, num_stages=NUM_STAGES):
+        words = tl.load(words_ptr + (lanes + step * LANES).to(tl.int64)[:, None] * padded_n + columns[None, :])
+        for plane in tl.static_range(PLANES):
+            first = step * BLOCK_K + plane * LANES
+            # Scales are padded like the words: no mask. A group that spans planes is loaded once.
+            if (plane * LANES) % GROUP_SIZE == 0:
+                group = tl.cast(first // GROUP_SIZE, tl.int64) * padded_n + columns
+                scale = tl.load(scales_ptr + group).to(tl.float32)[None, :]
+                if ZERO_FORM != SYMMETRIC:
+                    zero = tl.load(zeros_ptr + group).to(tl.float32)[None, :]
+            code = ((words >> (plane * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
+            if ZERO_FORM == SYMMETRIC:
+                weight = (code - (1 << (BITS - 1))) * scale
+            elif ZERO_FORM == INTEGER_ZEROS:
+                weight = (code - zero) * scale
+            else:
+                weight = code * scale + zero
+            at = lanes + first
+            x = tl.load(
+                x_ptr + row_offsets[:, None] + at.to(tl.int64)[None, :] * stride_x_k,
+                mask=(rows < m)[:, None] & (at < k)[None, :],
+                other=0.0,
+            )
+            acc = tl.dot(x, weight.to(x.dtype), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _write(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out_n,
+           HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION is not None:
+        acc = ACTIVATION(acc)
+    offsets = rows.to(tl.int64)[:, None] * stride_out_m + columns.to(tl.int64)[None, :] * stride_out_n
+    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
+
+
+# What changes from call to call is not specialised on: no compilation for m = 1, or for a plan of one tile.
+@triton.jit(do_not_specialize=["m", "num_workers", "num_tiles", "iters_per_tile", "num_whole"])
+def w4a16(x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr,
+          m, n, k, padded_n, stride_x_m, stride_x_k, stride_out_m, stride_out_n,
+          num_workers, num_tiles, iters_per_tile, num_whole,
+          BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, ZERO_FORM: tl.constexpr, HAS_BIAS: tl.constexpr,
+          ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
+    """One worker of a `UniformPlan`: its whole tiles, then its share of the tail. GROUP_SIZE may exceed k: one group."""
+    worker = tl.program_id(0)
+    tiles_m = tl.cdiv(m, BLOCK_M)
+    tile_rows = tl.arange(0, BLOCK_M)
+    tile_columns = tl.arange(0, BLOCK_N)
+    inner = tile_rows[:, None] * BLOCK_N + tile_columns[None, :]
+
+    # Whole tiles and the tail are one loop, so that the inner loop is compiled once: `position` counts the tail's k-steps.
+    tile = worker
+    tail = (num_tiles - num_whole) * iters_per_tile
+    position = share_begin(worker, tail, num_workers)
+    share_end = share_begin(worker + 1, tail, num_workers)
+    while (tile < num_whole) | (position < share_end):
+        begin = 0
+        end = iters_per_tile
+        split_tile = 0
+        if tile >= num_whole:
+            split_tile = position // iters_per_tile
+            begin = position - split_tile * iters_per_tile
+            end = tl.minimum(iters_per_tile, begin + share_end - position)
+            current = num_whole + split_tile
+            position += end - begin
+        else:
+            current = tile
+            tile += num_workers
+        # Rows first: neighbours share the columns of W through L2.
+        tile_n = current // tiles_m
+        rows = (current - tile_n * tiles_m) * BLOCK_M + tile_rows
+        columns = tile_n * BLOCK_N + tile_columns
+        acc = _accumulate(x_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, padded_n, begin, end,
+                          stride_x_m, stride_x_k, BITS, GROUP_SIZE, ZERO_FORM, BLOCK_M, BLOCK_N, NUM_STAGES)  # fmt: skip
+        complete = end - begin == iters_per_tile
+        if not complete:
+            tile_begin = split_tile * iters_per_tile
+            slot = partial_slot(worker, tile_begin, tail, num_workers).to(tl.int64)
+            tl.store(partials_ptr + slot * (BLOCK_M * BLOCK_N) + inner, acc)
+            first = first_contributor(tile_begin, tail, num_workers).to(tl.int32)
+            last = first_contributor(tile_begin + iters_per_tile - 1, tail, num_workers).to(tl.int32)
+            complete = arrive(counters_ptr + split_tile, last - first + 1)
+            if complete:
+                # In tile order, its own partial too: the sum does not depend on who arrived last.
+                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                for i in range(0, last - first + 1):
+                    slot = partial_slot(first + i, tile_begin, tail, num_workers).to(tl.int64)
+                    acc += tl.load(partials_ptr + slot * (BLOCK_M * BLOCK_N) + inner)
+        if complete:
+            _write(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out_n, HAS_BIAS, ACTIVATION)

@@ -1,0 +1,57 @@
+"""From a plan and tensors to the kernel launch. Holds no policy."""
+
+from __future__ import annotations
+
+import torch
+
+from evenshare.device.target import Target
+from evenshare.device.workspace import stream_workspace
+from evenshare.quant import packing
+from evenshare.quant.kernels.w4a16 import w4a16
+from evenshare.quant.plan import plan_matmul
+from evenshare.quant.weight import QuantizedWeight
+
+
+def matmul(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    out: torch.Tensor,
+    target: Target,
+) -> None:
+    """out [m, n] = activation(x [m, k] Wᵀ + bias); m and n at least 1, any strides."""
+    m, n = out.shape
+    packed = packing.pack(weight)
+    tile, plan = plan_matmul(m, n, packed.num_steps, x.element_size(), target.num_sms)
+    workspace = stream_workspace(plan.max_slots * tile.block_m * tile.block_n, plan.max_counters, x.device)
+    with torch.cuda.device_of(x):  # the tensors' GPU, not the current one
+        w4a16[(plan.num_workers,)](
+            x,
+            packed.words,
+            packed.scales,
+            packed.zeros,
+            x if bias is None else bias.contiguous(),
+            out,
+            workspace.partials,
+            workspace.counters,
+            m,
+            n,
+            weight.k,
+            packed.padded_n,
+            *x.stride(),
+            *out.stride(),
+            plan.num_workers,
+            plan.num_tiles,
+            plan.iters_per_tile,
+            plan.num_whole,
+            BITS=weight.bits,
+            GROUP_SIZE=packed.group_size,
+            ZERO_FORM=packed.zero_form,
+            HAS_BIAS=bias is not None,
+            ACTIVATION=None,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            NUM_STAGES=tile.num_stages,
+            num_warps=tile.num_warps,
+        )

@@ -1,0 +1,70 @@
+"""The canonical weight in the word order of the portable kernel (kernels/w4a16.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from evenshare.quant.kernels.w4a16 import FLOAT_OFFSETS, INTEGER_ZEROS, LANES, SYMMETRIC
+from evenshare.quant.weight import QuantizedWeight
+
+# Columns are padded so that no load of the weight needs a mask and every row of words is 16-byte aligned: the widest tile.
+COLUMN_MULTIPLE = 128
+ONE_GROUP = 1 << 30  # a group size that no k reaches: per-channel weights, whatever their k
+
+
+@dataclass(frozen=True)
+class TritonWeight:
+    """Operands of the portable kernel. Padding is zero, scales included, so padded weights are zero."""
+
+    words: torch.Tensor  # int32 [num_steps * LANES, padded_n]
+    scales: torch.Tensor  # [padded_groups, padded_n], dtype of the canonical scales
+    zeros: torch.Tensor  # like scales: uint8 zeros or float offsets; the scales again where the form has none
+    zero_form: int
+    group_size: int  # ONE_GROUP if there is only one
+    padded_n: int
+
+    @property
+    def num_steps(self) -> int:
+        return self.words.shape[0] // LANES.value
+
+
+def step_size(bits: int) -> int:
+    """Columns of W in one k-step: one 32-bit word of every lane."""
+    return 32 // bits * LANES.value
+
+
+def pack(weight: QuantizedWeight) -> TritonWeight:
+    """The weight's packed form, from its cache or made now."""
+    found = weight.packed.get("triton")
+    if found is None:
+        found = weight.packed["triton"] = _pack(weight)
+    return found
+
+
+def _pack(weight: QuantizedWeight) -> TritonWeight:
+    n, k = weight.shape
+    planes, step = 32 // weight.bits, step_size(weight.bits)
+    padded_n = -(-max(n, 1) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    num_steps = -(-k // step)
+    codes = torch.nn.functional.pad(weight.unpacked_codes(), (0, num_steps * step - k, 0, padded_n - n))
+    codes = codes.t().contiguous().view(num_steps, planes, LANES.value, padded_n)
+    words = torch.zeros(num_steps, LANES.value, padded_n, dtype=torch.int32, device=weight.device)
+    for plane in range(planes):
+        words |= codes[:, plane].to(torch.int32) << (plane * weight.bits)
+    group_size = ONE_GROUP if weight.num_groups == 1 else weight.group_size
+    padded_groups = max(1, -(-num_steps * step // group_size))
+
+    def columns(per_group: torch.Tensor) -> torch.Tensor:
+        padding = (0, padded_groups - weight.num_groups, 0, padded_n - n)
+        return torch.nn.functional.pad(per_group, padding).t().contiguous()
+
+    scales = columns(weight.scales)
+    if weight.offsets is not None:
+        zeros, form = columns(weight.offsets), FLOAT_OFFSETS
+    elif weight.zeros is not None:
+        zeros, form = columns(weight.zeros), INTEGER_ZEROS
+    else:
+        zeros, form = scales, SYMMETRIC
+    return TritonWeight(words.view(-1, padded_n), scales, zeros, form.value, group_size, padded_n)

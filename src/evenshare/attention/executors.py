@@ -48,7 +48,7 @@ class TorchExecutor:
         self.kv_start, self.kv_lens = kv_start, kv_len
         indices = self.batch.kv_indices
         if indices is not None:
-            flat = indices.as_strided((self.batch.num_indices,), (1,))
+            flat = indices.as_strided((self.batch.num_indices,), (1,)) if indices.numel() else indices.flatten()
             self.page_lists = [flat[begin:] for begin in kv_start]
 
     def run(

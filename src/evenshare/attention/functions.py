@@ -11,7 +11,7 @@ import torch
 from evenshare.attention.executors import Capacity
 from evenshare.attention.metadata import dense_batch
 from evenshare.attention.plan import AttentionPlan, plan_attention
-from evenshare.attention.problem import Problem
+from evenshare.attention.problem import Problem, default_scale
 from evenshare.device.target import Target, select_target
 
 
@@ -83,7 +83,7 @@ def attention(
         causal,
         window_left,
         logits_soft_cap or 0.0,
-        q.shape[3] ** -0.5 if sm_scale is None else sm_scale,
+        default_scale(q.shape[3]) if sm_scale is None else sm_scale,
     )
     stream = torch.cuda.current_stream(target.device).cuda_stream if target.device.type == "cuda" else 0
     make = _dense_plan.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else _dense_plan

@@ -88,9 +88,9 @@ def make_batch(
     elif kv_indptr is None:
         raise ValueError("kv_indptr: got None, want an int32 tensor [batch + 1] (or block_table and kv_lens)")
     else:
-        if kv_indptr.dim() == 1 and kv_indptr.shape[0] == 0:
-            raise ValueError("kv_indptr: got shape (0,), want [batch + 1]")
         indptr = _index_tensor("kv_indptr", kv_indptr, (None,))
+        if indptr.shape[0] == 0:
+            raise ValueError("kv_indptr: got shape (0,), want [batch + 1]")
         if (kv_indices is None) != (last_page_len is None):
             raise ValueError("kv_indices, last_page_len: want both (paged keys) or neither (ragged keys)")
         form = "ragged" if kv_indices is None else "paged"

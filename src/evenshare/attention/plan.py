@@ -9,7 +9,7 @@ import torch
 
 from evenshare.attention.executors import Capacity, TorchExecutor, TritonExecutor
 from evenshare.attention.metadata import Batch, check_host_values, make_batch, to_host
-from evenshare.attention.problem import Problem, check_tensor, lse_scale
+from evenshare.attention.problem import Problem, check_tensor, default_scale, lse_scale
 from evenshare.device.target import Target, select_target
 from evenshare.schedule.plan import Status
 
@@ -92,13 +92,13 @@ class AttentionPlan:
         on_host = batch.device.type == "cpu"
         if on_host or self.debug:
             check_host_values(to_host(batch), self.problem.page_size)
+        self._executor.plan(batch)
         # What run() needs of the tensors' extents, where the host knows it; 0: the kernels clamp instead.
         self._num_q_tokens = self._num_kv_tokens = 0
         if on_host and batch.form != "dense":
             self._num_q_tokens = batch.size if batch.qo_indptr is None else int(batch.qo_indptr[-1])
             if batch.form == "ragged" and batch.kv_indptr is not None:
                 self._num_kv_tokens = int(batch.kv_indptr[-1])
-        self._executor.plan(batch)
         self._batch = batch
 
     def run(
@@ -257,7 +257,7 @@ def plan_attention(
         causal,
         window_left,
         logits_soft_cap or 0.0,
-        head_dim**-0.5 if sm_scale is None else sm_scale,
+        default_scale(head_dim) if sm_scale is None else sm_scale,
     )
     if max_q_rows is None:
         if batch.qo_indptr is None:

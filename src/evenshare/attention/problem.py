@@ -52,10 +52,15 @@ class Problem:
         return self.num_qo_heads // self.num_kv_heads
 
 
+def default_scale(head_dim: int) -> float:
+    """1 / sqrt(head_dim)."""
+    return 1.0 / math.sqrt(max(head_dim, 1))  # a head_dim below 1 is refused by Problem
+
+
 def lse_scale(base: float) -> float:
     """Factor from a base-2 logarithm to a logarithm of `base`."""
-    if not (base > 0 and base != 1 and math.isfinite(base)):
-        raise ValueError(f"base: got {base}, want a positive finite number other than 1")
+    if not (base > 1 and math.isfinite(base)):
+        raise ValueError(f"base: got {base}, want a finite number above 1")
     return math.log(2.0) / math.log(base)
 
 

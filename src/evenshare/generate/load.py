@@ -109,6 +109,7 @@ def build_model(
     file: GGUFFile, device: torch.device, dtype: torch.dtype, *, backend: str | None = None
 ) -> PreTrainedModel:
     """transformers' model of a GGUF file, built without allocating what the file's weights will replace."""
+    from evenshare.compat.transformers.layers import fuse_layers
     from evenshare.compat.transformers.quantizers import QuantEmbedding, QuantLinear, replace_linears
 
     architecture = find_architecture(file.metadata)
@@ -134,6 +135,7 @@ def build_model(
     if "rope_freqs.weight" in file:
         rotary.inv_freq /= file["rope_freqs.weight"]
     model.model.rotary_emb = rotary.to(device)
+    fuse_layers(model)
     model.set_attn_implementation("evenshare")
     model.generation_config.eos_token_id = config.eos_token_id
     return model.eval().requires_grad_(False)

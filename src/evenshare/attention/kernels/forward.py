@@ -227,7 +227,9 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
             tl.store(partial_lse_ptr + slot_rows, lse2)
             finished = arrive(counters_ptr + counter, num_slots)
             if finished:
-                acc, lse2 = _merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, BLOCK_M, BLOCK_DV, 16)
+                acc, lse2 = _merge_partials(
+                    partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, BLOCK_M, BLOCK_DV, 16
+                )
         else:
             lse2 = tl.where(is_bad, NEG_INF, lse2)
         if finished:

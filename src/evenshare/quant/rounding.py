@@ -40,7 +40,7 @@ def quantize(
         raise ValueError(f"group_size: got {group_size}, want one of {GROUP_SIZES}, k = {k} or -1")
 
     # Zeros pad the last group: they never widen a range that has to hold 0.
-    values = torch.nn.functional.pad(weight.float(), (0, -k % group_size)).view(n, -1, group_size)
+    values = torch.nn.functional.pad(weight.float(), (0, -k % group_size)).view(n, -(-k // group_size), group_size)
     top = (1 << bits) - 1
     middle = 1 << (bits - 1)
     if symmetric:
@@ -49,7 +49,7 @@ def quantize(
         low, high = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
         exact = (high - low) / top
     scales = exact.to(scale_dtype)
-    if not torch.isfinite(scales).all():
+    if not torch.isfinite(scales).all():  # on a GPU this waits: quantising happens once
         raise ValueError(
             f"weight: got a group of range {exact.max().item():g} per code, want finite values that {scale_dtype} can hold"
         )
@@ -62,7 +62,7 @@ def quantize(
         zero_point = torch.round(-low[..., None] / step).clamp(0, top)
         codes = torch.round(values / step) + zero_point
         zeros = zero_point[..., 0].to(torch.uint8)
-    codes = codes.clamp(0, top).to(torch.uint8).view(n, -1)[:, :k]
+    codes = codes.clamp(0, top).to(torch.uint8).flatten(1)[:, :k]
     return QuantizedWeight(pack_codes(codes, bits), scales, k, group_size, bits, zeros)
 
 

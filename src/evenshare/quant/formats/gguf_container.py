@@ -117,13 +117,13 @@ class _Cursor:
         # A vocabulary: inlined, because this loop is most of the time of opening a file.
         data, at, size, unpack = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
         for _ in range(count):
-            if size - at < 8:
+            if at + 8 > size:
+                at = size + 1
                 break
             at += 8 + unpack(data, at)[0]
-        self.at = min(at, size)
-        self.skip(at - self.at, what)
-        if count and at >= size:
+        if at > size:
             raise GGUFError(f"{self.path}: got {size} bytes, want {count} strings of {what}: truncated file?")
+        self.at = at
 
 
 class Metadata(Mapping[str, Any]):

@@ -1,0 +1,28 @@
+"""Activations on float32 accumulators, handed to a kernel as a constexpr."""
+
+import triton
+import triton.language as tl
+
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+
+
+@triton.jit
+def relu(y):
+    return tl.where(y < 0.0, 0.0, y)  # a NaN stays one
+
+
+@triton.jit
+def gelu(y):
+    return 0.5 * y * (1.0 + tl.erf(y * SQRT_HALF))
+
+
+@triton.jit
+def gelu_tanh(y):
+    inner = SQRT_2_OVER_PI * (y + 0.044715 * y * y * y)
+    return y * tl.sigmoid(2.0 * inner)  # 0.5 (1 + tanh(z)) = sigmoid(2 z)
+
+
+@triton.jit
+def silu(y):
+    return y * tl.sigmoid(y)

@@ -1,0 +1,52 @@
+"""Random weights of every form, and the error budget of the products."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from evenshare.quant import QuantizedWeight, w4a16_matmul, w8a16_matmul
+from evenshare.quant.reference import matmul as reference_matmul
+
+ZERO_FORMS = ("symmetric", "zeros", "offsets")
+
+
+def random_weight(
+    n: int,
+    k: int,
+    group_size: int,
+    zero_form: str = "symmetric",
+    bits: int = 4,
+    dtype: torch.dtype = torch.float16,
+    device: torch.device | str = "cpu",
+) -> QuantizedWeight:
+    groups = (n, -(-k // (k if group_size == -1 else group_size)))
+    codes = torch.randint(0, 256, (n, k if bits == 8 else (k + 1) // 2), dtype=torch.uint8)
+    scales = ((torch.rand(groups) + 0.5) / (1 << bits)).to(dtype)
+    zeros = torch.randint(0, 1 << bits, groups, dtype=torch.uint8) if zero_form == "zeros" else None
+    offsets = torch.randn(groups).to(dtype) if zero_form == "offsets" else None
+    return QuantizedWeight(codes, scales, k, group_size, bits, zeros, offsets).to(device)
+
+
+def product(x: torch.Tensor, weight: QuantizedWeight, **arguments: object) -> torch.Tensor:
+    function = w4a16_matmul if weight.bits == 4 else w8a16_matmul
+    return function(x, weight, **arguments)  # type: ignore[arg-type]
+
+
+def assert_product(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> None:
+    """y against the float64 oracle, in maximum and in root mean square: below twice the error of torch's own product in the
+    dtype of x (for float32, of a float32 product) plus one rounding of the result."""
+    rows = x.reshape(-1, weight.k)
+    want = reference_matmul(rows, weight, bias, activation)
+    torch_own = F.linear(rows, weight.dequantize(x.dtype), None if bias is None else bias.to(x.dtype))
+    own_error = torch_own.double() - reference_matmul(rows, weight, bias)
+    error = y.reshape(want.shape).double() - want
+    rounding = torch.finfo(x.dtype).eps * want.abs().max()
+    assert error.abs().max() <= 2 * own_error.abs().max() + rounding
+    assert error.square().mean().sqrt() <= 2 * own_error.square().mean().sqrt() + rounding

@@ -1,0 +1,182 @@
+"""`w4a16_matmul` and `w8a16_matmul` on both backends: shapes, strides, epilogue, determinism and errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from evenshare.quant import QuantizedWeight, prepare, w4a16_matmul, w8a16_matmul
+from evenshare.quant.plan import plan_matmul
+from tests.quant.helpers import ZERO_FORMS, assert_product, product, random_weight
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+
+
+@pytest.mark.parametrize("zero_form", ZERO_FORMS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
+def test_every_form(device: torch.device, group_size: int, bits: int, zero_form: str) -> None:
+    weight = random_weight(40, 328, group_size, zero_form, bits, device=device)
+    x = torch.randn(3, 328, device=device)
+    assert_product(product(x, weight, backend="triton"), x, weight)
+
+
+@pytest.mark.parametrize("m", [1, 3, 17, 40, 130])
+@pytest.mark.parametrize(("n", "k"), [(40, 72), (1, 1), (130, 33), (7, 300)])
+def test_every_shape(device: torch.device, m: int, n: int, k: int) -> None:
+    weight = random_weight(n, k, 16, "offsets", device=device)
+    x = torch.randn(m, k, device=device)
+    assert_product(product(x, weight, backend="triton"), x, weight)
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32])
+def test_half(device: torch.device, scale_dtype: torch.dtype) -> None:
+    weight = random_weight(40, 200, 32, "zeros", dtype=scale_dtype, device=device)
+    x = torch.randn(5, 200, device=device).half()
+    assert_product(product(x, weight, backend="triton"), x, weight)
+
+
+def test_half_sums_pass_its_largest_number_before_the_scale(device: torch.device) -> None:
+    # The sum of x times codes is 1.4e6; of x times weights, 1400.
+    weight = QuantizedWeight(
+        torch.full((8, 256), 0xFF, dtype=torch.uint8),
+        torch.full((8, 4), 1e-3),
+        512,
+        128,
+        zeros=torch.zeros(8, 4, dtype=torch.uint8),
+    ).to(device)
+    x = torch.full((2, 512), 190.0, device=device).half()
+    assert_product(product(x, weight, backend="triton"), x, weight)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_epilogue(device: torch.device, backend: str, activation: str) -> None:
+    weight = random_weight(40, 300, 32, device=device)
+    x = torch.randn(3, 300, device=device)
+    bias = torch.randn(80, device=device)[::2]
+    y = product(x, weight, bias=bias, activation=activation, backend=backend)
+    assert_product(y, x, weight, bias, activation)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_any_strides(device: torch.device, backend: str) -> None:
+    weight = random_weight(24, 40, 16, "offsets", device=device)
+    whole = torch.randn(2, 6, 40, device=device)
+    views = [
+        whole[:, 3:, :],
+        whole[0, ::2],
+        torch.randn(40, 3, device=device).T,
+        torch.randn(3, 1000, device=device)[:, 100:140],
+        torch.randn(3, 80, device=device)[:, ::2],
+        whole[0, :1].expand(4, 40),
+        whole[0, 0],
+    ]
+    for x in views:
+        y = product(x, weight, backend=backend)
+        assert y.shape == (*x.shape[:-1], 24)
+        assert_product(y, x, weight)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_out_is_written_in_its_own_strides(device: torch.device, backend: str) -> None:
+    weight = random_weight(24, 40, 16, device=device)
+    x = torch.randn(2, 3, 40, device=device)
+    buffer = torch.full((24, 8), 7.0, device=device)
+    out = buffer.T[1:7:2]
+    assert product(x[0], weight, out=out, backend=backend) is out
+    assert_product(out, x[0], weight)
+    untouched = buffer.clone()
+    untouched.T[1:7:2] = 7.0
+    assert (untouched == 7.0).all()
+    out3 = torch.empty(2, 3, 48, device=device)[..., ::2]
+    assert product(x, weight, out=out3, backend=backend) is out3
+    assert_product(out3, x, weight)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_empty(device: torch.device, backend: str) -> None:
+    weight = random_weight(24, 40, 16, device=device)
+    x = torch.randn(4, 3, 40, device=device)
+    assert product(x[0, 0:0], weight, backend=backend).shape == (0, 24)
+    assert product(x[:, 0:0], weight, backend=backend).shape == (4, 0, 24)
+    assert product(x[0], random_weight(0, 40, 16, device=device), backend=backend).shape == (3, 0)
+
+
+def test_one_group_of_any_k_equals_minus_one(device: torch.device) -> None:
+    weight = random_weight(16, 256, -1, device=device)
+    x = torch.randn(2, 256, device=device)
+    same = QuantizedWeight(weight.codes, weight.scales, 256, 256)
+    assert torch.equal(product(x, weight, backend="triton"), product(x, same, backend="triton"))
+
+
+def test_launches_are_independent_and_repeat_bit_for_bit(device: torch.device) -> None:
+    # Few tiles and a long k: every tile is split, and all launches share one workspace.
+    weight = random_weight(40, 1024, 32, "offsets", device=device)
+    inputs = [torch.randn(m, 1024, device=device) for m in (3, 3, 33)]
+    first = [product(x, weight, backend="triton") for x in inputs]
+    for x, y in zip(inputs, first, strict=True):
+        assert_product(y, x, weight)
+    for _ in range(3):
+        for x, y in zip(inputs, first, strict=True):
+            assert torch.equal(product(x, weight, backend="triton"), y)
+
+
+def test_rows_past_the_last_do_not_leak(device: torch.device) -> None:
+    weight = random_weight(8, 40, 16, device=device)
+    x = torch.full((20, 64), float("nan"), device=device)
+    x[:3, :40] = torch.randn(3, 40, device=device)
+    assert_product(product(x[:3, :40], weight, backend="triton"), x[:3, :40], weight)
+
+
+def test_prepare_packs_for_the_kernel(device: torch.device) -> None:
+    weight = prepare(random_weight(8, 40, 16, device=device), torch.float32, backend="triton")
+    assert list(weight.packed) == ["triton"]
+
+
+def test_no_share_is_empty() -> None:
+    for m, n, num_steps, num_sms in [
+        (1, 64, 1, 132),
+        (1, 192, 5, 132),
+        (16, 4096, 32, 132),
+        (300, 576, 12, 4),
+        (17, 8, 3, 1),
+    ]:
+        tile, plan = plan_matmul(m, n, num_steps, 2, num_sms)
+        assert plan.num_tiles == -(-m // tile.block_m) * -(-n // tile.block_n)
+        assert 1 <= plan.num_workers <= num_sms * tile.workers_per_sm
+        tail = (plan.num_tiles - plan.num_whole) * num_steps
+        assert tail == 0 or tail >= plan.num_workers
+
+
+X = torch.zeros(3, 32)
+WEIGHT = random_weight(4, 32, 16)
+
+
+@pytest.mark.parametrize(
+    ("x", "arguments", "error", "message"),
+    [
+        (X.double(), {}, TypeError, "x: got torch.float64, want float32, float16 or bfloat16"),
+        (X[:, :31], {}, ValueError, r"x: got shape \(3, 31\), want \[..., 32\], the k of weight \(4, 32\)"),
+        (torch.tensor(1.0), {}, ValueError, r"x: got shape \(\)"),
+        (X.to("meta"), {}, ValueError, "x: got device meta, want that of weight, cpu"),
+        (X, {"activation": "tanh"}, ValueError, "activation: got 'tanh', want None or one of relu"),
+        (X, {"bias": torch.zeros(3)}, ValueError, r"bias: got shape \(3,\), want \[4\]"),
+        (X, {"bias": torch.zeros(4, dtype=torch.int32)}, TypeError, "bias: got torch.int32, want a floating-point"),
+        (X, {"bias": torch.zeros(4, device="meta")}, ValueError, "bias: got device meta, want that of x, cpu"),
+        (X, {"out": torch.zeros(3, 5)}, ValueError, r"out: got shape \(3, 5\), want \(3, 4\)"),
+        (X, {"out": torch.zeros(3, 4).half()}, TypeError, "out: got torch.float16, want that of x, torch.float32"),
+        (X, {"out": torch.zeros(3, 4, device="meta")}, ValueError, "out: got device meta, want that of x, cpu"),
+        (X, {"backend": "cuda"}, ValueError, "backend: got 'cuda', want one of cpu, triton or None"),
+    ],
+)
+def test_refuses(x: torch.Tensor, arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        w4a16_matmul(x, WEIGHT, **arguments)  # type: ignore[arg-type]
+
+
+def test_each_function_names_the_other() -> None:
+    with pytest.raises(ValueError, match=r"weight: got 8-bit codes, want 4 \(w8a16_matmul takes 8\)"):
+        w4a16_matmul(X, random_weight(4, 32, 16, bits=8))
+    with pytest.raises(ValueError, match=r"weight: got 4-bit codes, want 8 \(w4a16_matmul takes 4\)"):
+        w8a16_matmul(X, WEIGHT)

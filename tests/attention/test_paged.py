@@ -119,11 +119,11 @@ def test_token_pool_with_a_token_table(place: Place) -> None:
 
 def test_strides_are_honoured(place: Place) -> None:
     """A cache that is one layer of [pages, layers, page, heads, D], every second head of it, and a wide block table."""
-    batch = random_batch((1, 3), (21, 7), heads=(4, 2), dim=16)
+    batch = random_batch((1, 3), (21, 7), heads=(4, 2), dim=24)
     moved = move(batch, place)
     pages = to_pages(moved, 4)
-    cache = torch.full((pages.k.shape[0], 3, 4, 4, 32), math.nan, device=place.device)
-    k, v = cache[:, 1, :, ::2, :16], cache[:, 1, :, 1::2, 16:]
+    cache = torch.full((pages.k.shape[0], 3, 4, 4, 48), math.nan, device=place.device)
+    k, v = cache[:, 1, :, ::2, :24], cache[:, 1, :, 1::2, 24:]
     k.copy_(pages.k)
     v.copy_(pages.v)
     wide = torch.full((2, 40), -7, dtype=torch.int32, device=place.device)

@@ -96,20 +96,25 @@ def test_one_query_token_each_by_default(place: Place) -> None:
 
 
 def test_strides_are_honoured(place: Place) -> None:
-    """q, k, v slices of one fused projection; only every second row of it; outputs with strides of their own."""
-    batch = random_batch((2, 4), (19, 4), heads=(4, 2), dim=16)
+    """q, k, v slices of one fused projection; only every second row of it; outputs with strides of their own.
+
+    Around all of them is NaN: it is not read, and around the outputs it is not overwritten, also where 24 dims make half a tile.
+    """
+    batch = random_batch((2, 4), (19, 4), heads=(4, 2), dim=24)
     device = place.device
-    fused_q = torch.full((2 * 6, 4 + 2, 16), math.nan, device=device)
-    fused_kv = torch.full((2 * 23, 2 + 2 + 1, 16), math.nan, device=device)
+    fused_q = torch.full((2 * 6, 4 + 2, 24), math.nan, device=device)
+    fused_kv = torch.full((2 * 23, 2 + 2 + 1, 24), math.nan, device=device)
     fused_q[::2, :4] = batch.q.to(device)
     fused_kv[::2, 1:3], fused_kv[::2, 3:] = batch.k.to(device), batch.v.to(device)
-    out = torch.full((4, 6, 48), math.nan, device=device).transpose(0, 1)[..., 16:32]
-    lse = torch.full((4, 6), math.nan, device=device).t()
+    large_out, large_lse = torch.full((4, 8, 48), math.nan, device=device), torch.full((4, 8), math.nan, device=device)
+    out, lse = large_out[:, 1:7, 12:36].transpose(0, 1), large_lse[:, 1:7].t()
     attention(
         fused_q[::2, :4], fused_kv[::2, 1:3], fused_kv[::2, 3:], qo_indptr=int32(batch.qo_indptr, device),
         kv_indptr=int32(batch.kv_indptr, device), causal=True, out=out, lse=lse, backend=place.backend,
     )  # fmt: skip
     assert_matches(out, lse, batch)
+    assert int(torch.isnan(large_out).sum()) == large_out.numel() - out.numel()
+    assert int(torch.isnan(large_lse).sum()) == large_lse.numel() - lse.numel()
 
 
 def test_dense_strides_are_honoured(place: Place) -> None:

@@ -32,8 +32,7 @@ class CostModel:
         """a + b * [peers > 1] + c * iters_per_share + d * (peers - 1), the slowest share's time.
 
         iters_per_share = ceil(num_tiles * iters_per_tile / num_shares); peers = ceil(iters_per_tile / iters_per_share), the
-        shares that cover one tile. The model rounds both up and so charges the worst share; it lets peers be 1 where shares
-        straddle tiles but are no shorter than one, since such a share's merge then hides behind its other work.
+        shares that cover one tile. Shares no shorter than a tile count as unsplit, even where they straddle tiles.
         """
         iters_per_share = -(-num_tiles * iters_per_tile // num_shares)
         peers = -(-iters_per_tile // iters_per_share)

@@ -27,11 +27,7 @@ class Capacity:
 
     max_batch: int
     max_q_rows: int  # query tokens over all requests
-    max_kv_len: int | None = None  # keys of one request; only policies that cut at fixed places need it
-
-    def max_kv_blocks(self, block_n: int) -> int:
-        """Key blocks of one row tile."""
-        return 1 if self.max_kv_len is None else max(-(-self.max_kv_len // block_n), 1)
+    max_kv_len: int = 0  # keys of one request; only policies that cut at fixed places need it
 
 
 class TorchExecutor:
@@ -96,11 +92,11 @@ class TritonExecutor:
         self.iterations = torch.zeros(max_tiles, dtype=torch.int32, device=device)
         self.offsets = torch.zeros(capacity.max_batch + 1, dtype=torch.int32, device=device)
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
-        max_iterations = max_tiles * problem.num_kv_heads * capacity.max_kv_blocks(self.tile.block_n)
-        self.max_iterations = max_iterations
+        max_tile_blocks = max(-(-capacity.max_kv_len // self.tile.block_n), 1)
+        self.max_iterations = max_tiles * problem.num_kv_heads * max_tile_blocks
         space = RaggedSpace(self.iterations, inner=problem.num_kv_heads, overhead=TILE_OVERHEAD)
         if planner == "device":
-            self.device_planner = DevicePlanner(space, policy, self.num_workers, max_iterations=max_iterations)
+            self.device_planner = DevicePlanner(space, policy, self.num_workers, max_iterations=self.max_iterations)
         self.workspace: Workspace | None = None
 
     @property
@@ -116,7 +112,9 @@ class TritonExecutor:
             self.tiles.copy_(tiles, non_blocking=True)
             self.status.zero_()
             space = RaggedSpace(iterations, inner=problem.num_kv_heads, overhead=TILE_OVERHEAD)
-            self.schedule: Plan = make_plan(space, self.policy, self.num_workers).to(device)
+            self.schedule: Plan = make_plan(
+                space, self.policy, self.num_workers, max_iterations=self.max_iterations
+            ).to(device)
         else:
             launch.launch_tile_table(problem, self.tile, batch, self.tiles, self.iterations, self.offsets, self.status)
             self.schedule = self.device_planner.plan(self.iterations)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from evenshare.attention.executors import Capacity, TorchExecutor, TritonExecutor
-from evenshare.attention.metadata import Batch, check_host_values, make_batch, to_host
+from evenshare.attention.metadata import Batch, check_host_values, make_batch, request_bounds, to_host
 from evenshare.attention.problem import Problem, check_tensor, default_scale, lse_scale
 from evenshare.device.target import Target, select_target
 from evenshare.schedule.plan import Status
+from evenshare.schedule.policies import Policy
 
 STATUS_TEXTS = {
     Status.SEGMENTS_OVERFLOW: "more segments than the plan's capacity: nothing was computed",
@@ -210,7 +211,7 @@ def plan_attention(
     causal: bottom-right aligned. window_left: keys to the left that a row sees, inclusive; -1: all.
     logits_soft_cap: cap * tanh(score / cap); None: off. sm_scale: None means 1 / sqrt(head_dim). base: of the lse.
     max_q_rows: capacity in query tokens; wanted if qo_indptr is on a GPU, whose values are never read.
-    max_kv_len: capacity in keys per request; only fixed_split and batch_invariant need it.
+    max_kv_len: capacity in keys per request; wanted for batch_invariant if the metadata is on a GPU.
     policy: how work is dealt, a name of `evenshare.schedule`. planner: "host", "device" or None (where the metadata is).
     device: where q, k, v are; None: where the metadata is. backend: None, "cpu" or "triton".
     debug: validate the values of device metadata too, with a sync.
@@ -244,6 +245,7 @@ def plan_attention(
         raise ValueError(f"planner: got {planner!r}, want 'host', 'device' or None")
     if planner == "host" and batch.device.type != "cpu":
         raise ValueError("planner: got 'host' for metadata on a GPU, want 'device' or None (host planning would sync)")
+    Policy(policy)  # an unknown name is refused here, whichever backend runs
     target = select_target(batch.device if device is None else device, backend)
     if batch.device.type != "cpu" and batch.device != target.device:
         raise ValueError(f"metadata: got device {batch.device}, want {target.device} or cpu")
@@ -259,14 +261,24 @@ def plan_attention(
         logits_soft_cap or 0.0,
         default_scale(head_dim) if sm_scale is None else sm_scale,
     )
+    on_host = batch.device.type == "cpu"
+    if on_host:
+        check_host_values(batch, problem.page_size)
     if max_q_rows is None:
         if batch.qo_indptr is None:
             max_q_rows = batch.size
-        elif batch.device.type == "cpu":
-            check_host_values(batch, problem.page_size)
+        elif on_host:
             max_q_rows = int(batch.qo_indptr[-1])
         else:
             raise ValueError("max_q_rows: got None, want a bound on the query tokens when qo_indptr is on a GPU")
+    if max_kv_len is None:
+        if on_host:
+            kv_lens = request_bounds(batch, problem.page_size)[3]
+            max_kv_len = int(kv_lens.max()) if batch.size else 0
+        elif policy == "batch_invariant":
+            raise ValueError("max_kv_len: got None, want a bound on the keys of a request for policy 'batch_invariant'")
+        else:
+            max_kv_len = 0
     capacity = Capacity(batch.size, max_q_rows, max_kv_len)
     return AttentionPlan(
         problem, batch, capacity, target, kv_layout=kv_layout, base=base, policy=policy, planner=planner, debug=debug

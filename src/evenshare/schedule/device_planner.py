@@ -167,7 +167,16 @@ def measure_shares(iterations_ptr, cost_cum_ptr, rank_cum_ptr, bound_ptr, cut_cu
     if LEVEL:
         trying = num_ranks >= num_workers
         while trying:
-            _, own = _cost_before(waves * num_workers + w, cost_cum_ptr, rank_cum_ptr, iterations_ptr, num_rows, inner, overhead, is_worker)
+            _, own = _cost_before(
+                waves * num_workers + w,
+                cost_cum_ptr,
+                rank_cum_ptr,
+                iterations_ptr,
+                num_rows,
+                inner,
+                overhead,
+                is_worker,
+            )
             tried = load + own
             trying = num_workers * (tl.max(tried, 0) + largest) <= total
             load = tl.where(trying, tried, load)
@@ -257,7 +266,9 @@ class DevicePlanner:
 
         self.policy = Policy(policy) if isinstance(policy, str) else policy
         if self.policy.name not in DEVICE_POLICIES:
-            raise ValueError(f"policy: got {self.policy.name!r}, want one of {', '.join(DEVICE_POLICIES)} on the device")
+            raise ValueError(
+                f"policy: got {self.policy.name!r}, want one of {', '.join(DEVICE_POLICIES)} on the device"
+            )
         if num_workers < 1:
             raise ValueError(f"num_workers: got {num_workers}, want 1 or more")
         device = space.iterations.device
@@ -306,7 +317,9 @@ class DevicePlanner:
                 workers, plan.max_segments, BLOCK=self._fill_block,
             )  # fmt: skip
             return plan
-        cut = {"data_parallel": 0, "fixed_split": FIXED_SPLIT.value, "batch_invariant": BATCH_INVARIANT.value}[policy.name]
+        cut = {"data_parallel": 0, "fixed_split": FIXED_SPLIT.value, "batch_invariant": BATCH_INVARIANT.value}[
+            policy.name
+        ]
         parameter = policy.num_splits if policy.name == "fixed_split" else policy.split_iterations
         measure_parts[(1,)](
             iterations, cost, first, second, plan.worker_indptr, plan.status, self.num_rows, self.inner, parameter, workers,

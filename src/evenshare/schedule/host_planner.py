@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from evenshare.schedule.plan import SEGMENT_COLUMNS, Plan
-from evenshare.schedule.policies import Policy, PlanCapacity, capacity_of
+from evenshare.schedule.policies import PlanCapacity, Policy, capacity_of
 from evenshare.schedule.space import RaggedSpace
 
 # (tile, begin, end, worker, rank), int64, in (tile, begin) order; a worker runs its segments by ascending rank.
@@ -40,9 +40,9 @@ def make_plan(
     if bool((lengths < 0).any()):
         raise ValueError(f"iterations: got {int(lengths.min())}, want 0 or more")
     total = int(lengths.sum())
+    capacity = capacity_of(policy, space.num_tiles, num_workers, total if max_iterations is None else max_iterations)
     if policy.name == "cost_sorted" and policy.max_chunk == 0:
         policy = replace(policy, max_chunk=max(-(-total // num_workers), 1))
-    capacity = capacity_of(policy, space.num_tiles, num_workers, total if max_iterations is None else max_iterations)
     if policy.name in ("stream_k", "level_fill"):
         segments = _shares(lengths, space.overhead, num_workers, level=policy.name == "level_fill")
     elif policy.name == "cost_sorted":
@@ -50,7 +50,9 @@ def make_plan(
     else:
         segments = _dealt_parts(lengths, policy, num_workers)
     if segments[0].numel() > capacity.max_segments:
-        raise ValueError(f"space: got {segments[0].numel()} segments, want at most the capacity of {capacity.max_segments}")
+        raise ValueError(
+            f"space: got {segments[0].numel()} segments, want at most the capacity of {capacity.max_segments}"
+        )
     return assemble(segments, space.num_tiles, num_workers, capacity)
 
 
@@ -177,5 +179,3 @@ def _cost_sorted(lengths: torch.Tensor, overhead: int, num_workers: int, max_chu
         worker[index], rank[index] = w, place
         heapq.heappush(queue, (load + int(end[index] - begin[index]) + overhead, w))
     return tile, begin, end, worker, rank
-
-

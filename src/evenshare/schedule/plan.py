@@ -27,13 +27,19 @@ class Plan:
     max_segments: int
     max_slots: int  # partial results that the workspace must hold
     max_counters: int  # split tiles at most
-    worker_indptr: torch.Tensor  # int32 [num_workers + 1]: worker w runs segments [worker_indptr[w], worker_indptr[w + 1])
+    worker_indptr: (
+        torch.Tensor
+    )  # int32 [num_workers + 1]: worker w runs segments [worker_indptr[w], worker_indptr[w + 1])
     segments: torch.Tensor  # int32 [max_segments, 8]; rows past worker_indptr[-1] are zero
-    status: torch.Tensor  # int32 [1]: bits of schedule.plan.Status, set by planners and kernels, never read by the host on a call
+    status: (
+        torch.Tensor
+    )  # int32 [1]: bits of schedule.plan.Status, set by planners and kernels, never read by the host on a call
 
     def to(self, device: torch.device | str) -> Plan:
         """The same plan with its tensors on `device`; the copies are asynchronous."""
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("worker_indptr", "segments", "status")}
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True) for name in ("worker_indptr", "segments", "status")
+        }
         return replace(self, **moved)
 
 

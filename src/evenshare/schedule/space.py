@@ -27,7 +27,9 @@ class RaggedSpace:
                 f"iterations: got {self.iterations.dtype} {tuple(self.iterations.shape)}, want int32 [num_rows]"
             )
         if self.inner < 1 or self.overhead < 0:
-            raise ValueError(f"inner, overhead: got {self.inner} and {self.overhead}, want inner >= 1 and overhead >= 0")
+            raise ValueError(
+                f"inner, overhead: got {self.inner} and {self.overhead}, want inner >= 1 and overhead >= 0"
+            )
 
     @property
     def num_tiles(self) -> int:

@@ -182,7 +182,6 @@ def measure_shares(iterations_ptr, cost_cum_ptr, rank_cum_ptr, bound_ptr, cut_cu
             load = tl.where(trying, tried, load)
             waves += trying.to(tl.int32)
             trying = trying & ((waves + 1) * num_workers <= num_ranks)
-    num_whole = waves * num_workers
     loads_before = tl.cumsum(load, 0) - load
     bound_cost = tl.sum(load, 0) + w.to(tl.int64) * total // num_workers - loads_before
     # Where the boundary falls: the row, then the tile in it, then what lies behind the tile's constant cost.

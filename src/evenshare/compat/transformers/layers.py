@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evenshare.compat.transformers.quantizers import QuantLinear
 from evenshare.quant import concatenate
@@ -19,19 +20,19 @@ from evenshare.quant import concatenate
 FUSABLE = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
 
-def fuse_layers(model: nn.Module) -> int:
-    """Replace every decoder layer of a known kind, all of whose linears are `QuantLinear`s that can be joined, by a `FusedLayer`.
+def fuse_layers(model: nn.Module) -> bool:
+    """Replace the decoder layers by `FusedLayer`s if all are of a known kind and their linears are `QuantLinear`s that can be joined.
 
-    Returns how many were replaced; the others stay as they are. `model` is a transformers model with `model.model.layers`.
+    model: a transformers model with `model.model.layers` and `model.model.rotary_emb`. Returns whether it was changed: all
+    layers are replaced or none, because they share the rotary embedding.
     """
-    layers = model.model.layers  # type: ignore[union-attr]
-    count = 0
-    for i, layer in enumerate(layers):  # type: ignore[arg-type]
-        fused = _fuse(layer)
-        if fused is not None:
-            layers[i] = fused  # type: ignore[index]
-            count += 1
-    return count
+    body: Any = model.model
+    fused = [_fuse(layer) for layer in body.layers]
+    if None in fused:
+        return False
+    body.layers = nn.ModuleList(fused)
+    body.rotary_emb = FusedRotary(body.rotary_emb)
+    return True
 
 
 def _fuse(layer: nn.Module) -> FusedLayer | None:
@@ -62,26 +63,39 @@ def _join(*linears: nn.Module) -> QuantLinear | None:
     return QuantLinear(weight, bias, backend=parts[0].backend)
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) * weight over the last axis, computed in float32 and rounded once.
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) * weight for rows x [m, d], computed in float32 and rounded once; contiguous.
 
-    forward: [..., d] -> [..., d] in x's dtype, contiguous.
+    weight: [2 d], the norm's weight twice.
     """
+    width = x.shape[1]
+    if x.device.type != "cpu":
+        return F.rms_norm(x, (width,), weight[:width], eps)
+    # On the CPU torch computes rms_norm by eight operators, but layer_norm by one. A row followed by its negative has mean 0
+    # and variance mean(x²), so its layer norm begins with the row's RMS norm: 12 us for one row instead of 20.
+    doubled = torch.layer_norm(torch.cat((x, -x), 1), (2 * width,), weight, None, eps)
+    return doubled[:, :width].contiguous()
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Half-split rotary embedding. x [B, S, H, D]; cos, sin [1 or B, S, 1, D], the first half of sin negated (`FusedRotary`)."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((x[..., half:], x[..., :half]), -1)
+    return torch.addcmul(x * cos, turned, sin)
+
+
+class FusedRotary(nn.Module):
+    """Around a model's own rotary embedding: its cos and sin, made ready once a step for the `rope` of every layer."""
+
+    def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        self.eps = eps
-        self.width = weight.shape[0]
-        self.register_buffer("twice", torch.cat((weight, weight)).detach(), persistent=False)
+        self.rotary = rotary
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type != "cpu":
-            return F.rms_norm(x, (self.width,), self.weight, self.eps)
-        # On the CPU torch computes rms_norm by eight operators, but layer_norm by one. A row followed by its negative has mean
-        # 0 and variance mean(x²), so its layer norm begins with the row's RMS norm: 12 us for one row instead of 20.
-        doubled = torch.layer_norm(torch.cat((x, -x), -1), (2 * self.width,), self.twice, None, self.eps)
-        return doubled[..., : self.width].contiguous()
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [1 or B, S, 1, D], the first half of sin negated."""
+        cos, sin = self.rotary(x, position_ids)
+        half = sin.shape[-1] // 2
+        return cos.unsqueeze(2), torch.cat((-sin[..., :half], sin[..., half:]), -1).unsqueeze(2)
 
 
 class FusedLayer(nn.Module):
@@ -96,10 +110,9 @@ class FusedLayer(nn.Module):
         self.sliding_window = getattr(attn, "sliding_window", getattr(attn.config, "sliding_window", None))
         self.q_heads = attn.o_proj.in_features // self.head_dim
         self.kv_heads = self.q_heads // self.num_key_value_groups
-        self.input_layernorm = RMSNorm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
-        self.post_attention_layernorm = RMSNorm(
-            layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon
-        )
+        self.eps = layer.input_layernorm.variance_epsilon
+        self.attn_norm = _twice(layer.input_layernorm.weight)
+        self.mlp_norm = _twice(layer.post_attention_layernorm.weight)
         self.qkv_proj, self.o_proj = qkv, attn.o_proj
         self.gate_up_proj, self.down_proj = gate_up, layer.mlp.down_proj
         self.q_norm, self.k_norm = getattr(attn, "q_norm", None), getattr(attn, "k_norm", None)
@@ -114,33 +127,28 @@ class FusedLayer(nn.Module):
     ) -> torch.Tensor:
         """hidden_states [B, S, d] -> [B, S, d]; the other arguments as transformers' decoder layers take them."""
         assert position_embeddings is not None
-        batch, length, _ = hidden_states.shape
-        q_heads, kv_heads = self.q_heads, self.kv_heads
-        heads = self.qkv_proj(self.input_layernorm(hidden_states)).view(batch, length, -1, self.head_dim)
-        rotated, v = heads.split((q_heads + kv_heads, kv_heads), 2)
+        batch, length, width = hidden_states.shape
+        q_heads, kv_heads, head_dim = self.q_heads, self.kv_heads, self.head_dim
+        rows = hidden_states.reshape(-1, width)
+
+        heads = self.qkv_proj.rows(rms_norm(rows, self.attn_norm, self.eps)).view(batch, length, -1, head_dim)
+        rotated, v = heads.split_with_sizes((q_heads + kv_heads, kv_heads), 2)
         if self.q_norm is not None and self.k_norm is not None:
             rotated = torch.cat((self.q_norm(rotated[:, :, :q_heads]), self.k_norm(rotated[:, :, q_heads:])), 2)
-        q, k = rope(rotated, *position_embeddings).transpose(1, 2).split((q_heads, kv_heads), 1)
+        q, k = rope(rotated, *position_embeddings).transpose(1, 2).split_with_sizes((q_heads, kv_heads), 1)
         v = v.transpose(1, 2)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        attention = _attention_function(self.config._attn_implementation)
+        attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         out, _ = attention(
             self, q, k, v, attention_mask, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs
         )
-        hidden_states = hidden_states + self.o_proj(out.reshape(batch, length, -1))
-        gate, up = self.gate_up_proj(self.post_attention_layernorm(hidden_states)).chunk(2, -1)
-        return hidden_states + self.down_proj(F.silu(gate) * up)
+        rows = rows + self.o_proj.rows(out.reshape(-1, q_heads * head_dim))
+
+        both = self.gate_up_proj.rows(rms_norm(rows, self.mlp_norm, self.eps))
+        gate, up = both.split_with_sizes((both.shape[1] // 2,) * 2, 1)
+        return rows.add_(self.down_proj.rows(F.silu(gate).mul_(up))).view(batch, length, width)
 
 
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Half-split rotary embedding. x [B, S, H, D]; cos, sin [1 or B, S, D], as transformers' models hand them to their layers."""
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return torch.addcmul(x * cos.unsqueeze(2), turned, sin.unsqueeze(2))
-
-
-def _attention_function(name: str) -> Any:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    return ALL_ATTENTION_FUNCTIONS[name]
+def _twice(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.cat((weight, weight)).detach(), requires_grad=False)

@@ -5,7 +5,9 @@ is LANES columns of W further along k. A plane is thus a [LANES, BLOCK_N] operan
 shuffle, and as every group is a multiple of LANES it has one scale per column. Words lie with n innermost: 16-byte loads.
 
 Codes become numbers in float32, scale and zero point included, and are rounded once to the dtype of x before the dot, so
-nothing larger than a weight is ever held in 16 bits. Sums and partials are float32.
+nothing larger than a weight is ever held in 16 bits. Sums and partials are float32. An integer below 2^23 put into the mantissa
+of 2^23 is 2^23 plus that integer: a code becomes a number by one and-or where it lies, without shift or conversion; what its
+place multiplies it by is taken out of the scale. All of it is exact.
 """
 
 import triton
@@ -19,6 +21,26 @@ LANES = tl.constexpr(16)  # the k of one 16-bit mma, and the smallest group
 SYMMETRIC = tl.constexpr(0)
 INTEGER_ZEROS = tl.constexpr(1)
 FLOAT_OFFSETS = tl.constexpr(2)
+TWO_TO_23 = tl.constexpr(8388608.0)
+BITS_OF_TWO_TO_23 = tl.constexpr(0x4B000000)
+
+
+@triton.jit
+def _dequantize(words, scale, zero, PLANE: tl.constexpr, BITS: tl.constexpr, ZERO_FORM: tl.constexpr):
+    """Plane PLANE of `words` as float32; `zero` is the zero point or the offset."""
+    # Codes in the low 20 bits are used in place, the others after one shift that they share.
+    PLANES_IN_PLACE: tl.constexpr = 20 // BITS
+    SHIFT: tl.constexpr = PLANE // PLANES_IN_PLACE * PLANES_IN_PLACE * BITS
+    UNIT: tl.constexpr = 1 << (PLANE % PLANES_IN_PLACE * BITS)
+    raised = ((words >> SHIFT) & (((1 << BITS) - 1) * UNIT)) | BITS_OF_TWO_TO_23
+    raised = raised.to(tl.float32, bitcast=True)  # 2^23 + code * UNIT
+    if ZERO_FORM == SYMMETRIC:
+        weight = (raised - (TWO_TO_23 + (1 << (BITS - 1)) * UNIT)) * (scale * (1.0 / UNIT))
+    elif ZERO_FORM == INTEGER_ZEROS:
+        weight = (raised - (TWO_TO_23 + zero * UNIT)) * (scale * (1.0 / UNIT))
+    else:
+        weight = (raised - TWO_TO_23) * (scale * (1.0 / UNIT)) + zero
+    return weight
 
 
 @triton.jit
@@ -39,15 +61,10 @@ def _accumulate(x_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, pa
             if (plane * LANES) % GROUP_SIZE == 0:
                 group = tl.cast(first // GROUP_SIZE, tl.int64) * padded_n + columns
                 scale = tl.load(scales_ptr + group).to(tl.float32)[None, :]
+                zero = scale
                 if ZERO_FORM != SYMMETRIC:
                     zero = tl.load(zeros_ptr + group).to(tl.float32)[None, :]
-            code = ((words >> (plane * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
-            if ZERO_FORM == SYMMETRIC:
-                weight = (code - (1 << (BITS - 1))) * scale
-            elif ZERO_FORM == INTEGER_ZEROS:
-                weight = (code - zero) * scale
-            else:
-                weight = code * scale + zero
+            weight = _dequantize(words, scale, zero, plane, BITS, ZERO_FORM)
             at = lanes + first
             x = tl.load(
                 x_ptr + row_offsets[:, None] + at.to(tl.int64)[None, :] * stride_x_k,

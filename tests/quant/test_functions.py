@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from evenshare.quant import QuantizedWeight, prepare, w4a16_matmul, w8a16_matmul
+from evenshare.quant import plan as quant_plan
 from evenshare.quant.plan import plan_matmul
 from tests.quant.helpers import ZERO_FORMS, assert_product, product, random_weight
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+
+
+@pytest.fixture(autouse=True)
+def _split_small_problems(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Shares of one k-step, so that tiny shapes are split and merged too."""
+    monkeypatch.setattr(quant_plan, "MIN_STEPS_PER_SHARE", 1)
+    plan_matmul.cache_clear()
+    yield
+    plan_matmul.cache_clear()
 
 
 @pytest.mark.parametrize("zero_form", ZERO_FORMS)
@@ -134,7 +146,9 @@ def test_prepare_packs_for_the_kernel(device: torch.device) -> None:
     assert list(weight.packed) == ["triton"]
 
 
-def test_no_share_is_empty() -> None:
+@pytest.mark.parametrize("min_steps", [1, 8])
+def test_no_share_is_empty(min_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quant_plan, "MIN_STEPS_PER_SHARE", min_steps)
     for m, n, num_steps, num_sms in [
         (1, 64, 1, 132),
         (1, 192, 5, 132),
@@ -149,6 +163,12 @@ def test_no_share_is_empty() -> None:
         assert tail == 0 or tail >= plan.num_workers
 
 
+def test_long_k_and_few_columns_are_split() -> None:
+    _, plan = plan_matmul(1, 64, 64, 2, 132)
+    assert plan.num_whole == 0
+    assert plan.num_workers > 1
+
+
 X = torch.zeros(3, 32)
 WEIGHT = random_weight(4, 32, 16)
 
@@ -160,7 +180,7 @@ WEIGHT = random_weight(4, 32, 16)
         (X[:, :31], {}, ValueError, r"x: got shape \(3, 31\), want \[..., 32\], the k of weight \(4, 32\)"),
         (torch.tensor(1.0), {}, ValueError, r"x: got shape \(\)"),
         (X.to("meta"), {}, ValueError, "x: got device meta, want that of weight, cpu"),
-        (X, {"activation": "tanh"}, ValueError, "activation: got 'tanh', want None or one of relu"),
+        (X, {"activation": "tanh"}, ValueError, "activation: got 'tanh', want one of None, relu"),
         (X, {"bias": torch.zeros(3)}, ValueError, r"bias: got shape \(3,\), want \[4\]"),
         (X, {"bias": torch.zeros(4, dtype=torch.int32)}, TypeError, "bias: got torch.int32, want a floating-point"),
         (X, {"bias": torch.zeros(4, device="meta")}, ValueError, "bias: got device meta, want that of x, cpu"),

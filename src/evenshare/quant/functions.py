@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from evenshare.device.activations import get_activation
 from evenshare.device.target import select_target
 from evenshare.quant import cpu
-from evenshare.quant.reference import ACTIVATIONS
 from evenshare.quant.weight import QuantizedWeight
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -90,7 +90,7 @@ def _matmul(
         if bias is not None:
             y += bias
         if activation is not None:
-            y = ACTIVATIONS[activation](y)
+            y = get_activation(activation)(y)
     else:
         target = select_target(x.device, backend)
         from evenshare.quant import launch  # triton is not imported for the CPU backend
@@ -118,8 +118,7 @@ def _validate(
         raise ValueError(f"x: got shape {tuple(x.shape)}, want [..., {weight.k}], the k of weight {weight.shape}")
     if x.device != weight.codes.device:
         raise ValueError(f"x: got device {x.device}, want that of weight, {weight.device}")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation: got {activation!r}, want None or one of {', '.join(ACTIVATIONS)}")
+    get_activation(activation)
     if bias is not None:
         if not bias.is_floating_point():
             raise TypeError(f"bias: got {bias.dtype}, want a floating-point tensor")

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from evenshare.device.epilogue import get_activation
 from evenshare.device.target import Target
 from evenshare.device.workspace import stream_workspace
 from evenshare.quant import packing
-from evenshare.quant.kernels import activations
 from evenshare.quant.kernels.w4a16 import w4a16
 from evenshare.quant.plan import plan_matmul
 from evenshare.quant.weight import QuantizedWeight
-
-EPILOGUES = {
-    None: None,
-    "relu": activations.relu,
-    "gelu": activations.gelu,
-    "gelu_tanh": activations.gelu_tanh,
-    "silu": activations.silu,
-}
 
 
 def matmul(
@@ -58,7 +50,7 @@ def matmul(
             GROUP_SIZE=packed.group_size,
             ZERO_FORM=packed.zero_form,
             HAS_BIAS=bias is not None,
-            ACTIVATION=EPILOGUES[activation],
+            ACTIVATION=get_activation(activation),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             NUM_STAGES=tile.num_stages,

@@ -1,20 +1,11 @@
-"""The product in plain torch: the tests' oracle, and the activations by name."""
+"""The product in plain torch: the tests' oracle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 
+from evenshare.device.activations import get_activation
 from evenshare.quant.weight import QuantizedWeight
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
-    "silu": F.silu,
-}
 
 
 def matmul(
@@ -28,4 +19,4 @@ def matmul(
     y = x.to(dtype) @ weight.dequantize(torch.float32).to(dtype).T
     if bias is not None:
         y = y + bias.to(dtype)
-    return y if activation is None else ACTIVATIONS[activation](y)
+    return get_activation(activation)(y)

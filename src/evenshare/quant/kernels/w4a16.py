@@ -80,8 +80,7 @@ def _write(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out
            HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias_ptr + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
-    if ACTIVATION is not None:
-        acc = ACTIVATION(acc)
+    acc = ACTIVATION(acc)
     offsets = rows.to(tl.int64)[:, None] * stride_out_m + columns.to(tl.int64)[None, :] * stride_out_n
     tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
 

@@ -1,4 +1,4 @@
-"""Activations by name in plain torch, for the CPU backends and the tests. `device.epilogue` has the same names as device functions."""
+"""Activations by name in plain torch, for the CPU backends and the tests; `device.epilogue` has them as device functions."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ not depend on who was last, and the counter is zero again for the next launch.
 import triton
 import triton.language as tl
 
+from evenshare.device.segments import first_contributor, partial_slot
+
 
 @triton.jit
 def arrive(counter_ptr, num_contributors):
@@ -18,3 +20,26 @@ def arrive(counter_ptr, num_contributors):
     if last:
         tl.store(counter_ptr, 0)
     return last
+
+
+@triton.jit
+def merge_split_tile(acc, partials_ptr, counters_ptr, inner, worker, split_tile, iters_per_tile, total, num_workers,
+                     TILE_ELEMENTS: tl.constexpr):  # fmt: skip
+    """Hand in `worker`'s partial sum of tile `split_tile` of a `UniformPlan`'s tail: (sum of all partials, True) for the last
+    arriver, (its own partial, False) for the others.
+
+    acc: fp32, TILE_ELEMENTS values. inner: their offsets within a slot. split_tile counts from the tail's first tile;
+    total: iterations of the tail.
+    """
+    tile_begin = split_tile * iters_per_tile
+    slot = partial_slot(worker, tile_begin, total, num_workers).to(tl.int64)
+    tl.store(partials_ptr + slot * TILE_ELEMENTS + inner, acc)
+    first = first_contributor(tile_begin, total, num_workers).to(tl.int32)
+    last = first_contributor(tile_begin + iters_per_tile - 1, total, num_workers).to(tl.int32)
+    is_last = arrive(counters_ptr + split_tile, last - first + 1)
+    if is_last:
+        acc = tl.zeros_like(acc)
+        for i in range(0, last - first + 1):
+            slot = partial_slot(first + i, tile_begin, total, num_workers).to(tl.int64)
+            acc += tl.load(partials_ptr + slot * TILE_ELEMENTS + inner)
+    return acc, is_last

@@ -1,0 +1,99 @@
+"""Portable Stream-K GEMM: whole tiles in waves, then an even share of the tail's k-steps (arXiv 2301.03598, section 5.2)."""
+
+import triton
+import triton.language as tl
+
+from evenshare.device.merge import merge_split_tile
+from evenshare.device.segments import share_begin
+
+# Row tiles that neighbouring workers take before the next column tile: they share the rows' and the columns' loads through L2.
+GROUP_M = tl.constexpr(8)
+
+
+@triton.jit
+def _tile_coordinates(tile, tiles_m, tiles_n):
+    group = tile // (GROUP_M * tiles_n)
+    first_m = group * GROUP_M
+    group_m = tl.minimum(tiles_m - first_m, GROUP_M)
+    within = tile - group * GROUP_M * tiles_n
+    tile_n = within // group_m
+    return first_m + within - tile_n * group_m, tile_n
+
+
+@triton.jit
+def _accumulate(a_ptr, b_ptr, rows, columns, m, n, k, begin, end, stride_a_m, stride_a_k, stride_b_k, stride_b_n,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
+    """The k-steps [begin, end) of one tile: fp32 [BLOCK_M, BLOCK_N]."""
+    inner = tl.arange(0, BLOCK_K)
+    at = (begin * BLOCK_K + inner).to(tl.int64)
+    a_ptrs = a_ptr + rows.to(tl.int64)[:, None] * stride_a_m + at[None, :] * stride_a_k
+    b_ptrs = b_ptr + at[:, None] * stride_b_k + columns.to(tl.int64)[None, :] * stride_b_n
+    a_step = tl.cast(stride_a_k, tl.int64) * BLOCK_K
+    b_step = tl.cast(stride_b_k, tl.int64) * BLOCK_K
+    a_rows = (rows < m)[:, None]
+    b_columns = (columns < n)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in tl.range(begin, end, num_stages=NUM_STAGES):
+        left = k - step * BLOCK_K
+        a = tl.load(a_ptrs, mask=a_rows & (inner < left)[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=(inner < left)[:, None] & b_columns, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        a_ptrs += a_step
+        b_ptrs += b_step
+    return acc
+
+
+@triton.jit
+def _write(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out_n,
+           HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
+    acc = ACTIVATION(acc)
+    offsets = rows.to(tl.int64)[:, None] * stride_out_m + columns.to(tl.int64)[None, :] * stride_out_n
+    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
+
+
+# The plan's numbers are not specialised on: no compilation for a plan of one tile or of one k-step.
+@triton.jit(do_not_specialize=["num_workers", "num_tiles", "iters_per_tile", "num_whole"])
+def matmul(a_ptr, b_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, m, n, k,
+           stride_a_m, stride_a_k, stride_b_k, stride_b_n, stride_out_m, stride_out_n,
+           num_workers, num_tiles, iters_per_tile, num_whole,
+           HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
+    """One worker of a `UniformPlan`: its whole tiles, then its share of the tail. An iteration is BLOCK_K of k."""
+    worker = tl.program_id(0)
+    tiles_m = tl.cdiv(m, BLOCK_M)
+    tiles_n = tl.cdiv(n, BLOCK_N)
+    tile_rows = tl.arange(0, BLOCK_M)
+    tile_columns = tl.arange(0, BLOCK_N)
+
+    # Whole tiles and the tail are one loop, so that the inner loop is compiled once: `position` counts the tail's iterations.
+    whole = worker
+    tail = (num_tiles - num_whole) * iters_per_tile
+    position = share_begin(worker, tail, num_workers)
+    share_end = share_begin(worker + 1, tail, num_workers)
+    while (whole < num_whole) | (position < share_end):
+        begin = 0
+        end = iters_per_tile
+        split_tile = 0
+        if whole < num_whole:
+            tile = whole
+            whole += num_workers
+        else:
+            split_tile = position // iters_per_tile
+            begin = position - split_tile * iters_per_tile
+            end = tl.minimum(iters_per_tile, begin + share_end - position)
+            tile = num_whole + split_tile
+            position += end - begin
+        tile_m, tile_n = _tile_coordinates(tile, tiles_m, tiles_n)
+        rows = tile_m * BLOCK_M + tile_rows
+        columns = tile_n * BLOCK_N + tile_columns
+        acc = _accumulate(a_ptr, b_ptr, rows, columns, m, n, k, begin, end, stride_a_m, stride_a_k, stride_b_k, stride_b_n,
+                          BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+        complete = end - begin == iters_per_tile
+        if not complete:
+            inner = tile_rows[:, None] * BLOCK_N + tile_columns[None, :]
+            acc, complete = merge_split_tile(acc, partials_ptr, counters_ptr, inner, worker, split_tile, iters_per_tile,
+                                             tail, num_workers, BLOCK_M * BLOCK_N)  # fmt: skip
+        if complete:
+            _write(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out_n, HAS_BIAS, ACTIVATION)

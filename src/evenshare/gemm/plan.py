@@ -1,0 +1,95 @@
+"""From a problem to tile sizes and shares, without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from evenshare.schedule.cost_model import CostModel, choose_num_shares
+from evenshare.schedule.plan import UniformPlan
+from evenshare.schedule.uniform import uniform_plan
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    workers_per_sm: int  # programs that run at once on one SM
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """What a launch needs to know of out [m, n] = a [m, k] b [k, n]."""
+
+    tile: TileConfig
+    shares: UniformPlan
+
+    @property
+    def partial_elements(self) -> int:
+        """fp32 values of all partials."""
+        return self.shares.max_slots * self.tile.block_m * self.tile.block_n
+
+
+# float32 has no exact mma: the operands of its multiply-adds live in registers, so its tiles are small.
+FLOAT32_TILES = (TileConfig(16, 64, 32, 4, 3, 2), TileConfig(64, 64, 16, 8, 3, 2))
+# 16 rows is the smallest mma. Small tiles give small problems more workers and shorter chains; 128 x 128 reads operands least.
+# All of them fit the 99 KB of shared memory of sm_86 and sm_89 and compile without spills for sm_80 and sm_90.
+HALF_TILES = (
+    TileConfig(16, 64, 128, 4, 4, 2),
+    TileConfig(64, 64, 64, 4, 4, 2),
+    TileConfig(128, 128, 64, 8, 3, 1),
+)
+INTERPRETER_TILE = TileConfig(16, 16, 16, 1, 1, 1)  # small, so that short inputs are split
+
+
+def choose_tile(m: int, n: int, itemsize: int, num_sms: int) -> TileConfig:
+    """Tile sizes for out [m, n] with operands of `itemsize` bytes an element."""
+    tiles = FLOAT32_TILES if itemsize == 4 else HALF_TILES
+    if m <= tiles[0].block_m:
+        return tiles[0]
+    for tile in reversed(tiles[2:]):
+        # The larger tile only where it does not leave SMs without a tile of their own, or pad half of its rows.
+        if m > tile.block_m // 2 and _num_tiles(m, n, tile) >= num_sms:
+            return tile
+    return tiles[1]
+
+
+def _num_tiles(m: int, n: int, tile: TileConfig) -> int:
+    return -(-m // tile.block_m) * -(-n // tile.block_n)
+
+
+def cost_model(tile: TileConfig, itemsize: int) -> CostModel:
+    """Cost of a partial in iterations: its fp32 values against the operand values that an iteration loads."""
+    partial = 4 * tile.block_m * tile.block_n
+    iteration = itemsize * tile.block_k * (tile.block_m + tile.block_n)
+    return CostModel(a=0.0, b=1.0 + partial / iteration, c=1.0, d=0.5 + partial / iteration)
+
+
+def choose_shares(model: CostModel, num_tiles: int, iters_per_tile: int, max_workers: int) -> UniformPlan:
+    """Workers, and whether to split: only where the model says that levelling the finish is worth the partials."""
+    if num_tiles < max_workers:
+        num_workers = max(choose_num_shares(model, num_tiles, iters_per_tile, max_workers), min(num_tiles, max_workers))
+        return uniform_plan(num_tiles, iters_per_tile, num_workers)
+    tail = num_tiles - uniform_plan(num_tiles, iters_per_tile, max_workers).num_whole
+    # A tail of one to two tiles a worker: split, a share stores a partial and merges one; whole, some workers take two tiles.
+    split_time = model.b + model.d + model.c * -(-tail * iters_per_tile // max_workers)
+    whole_time = model.c * 2 * iters_per_tile
+    return uniform_plan(num_tiles, iters_per_tile, max_workers, split=split_time < whole_time)
+
+
+@lru_cache(maxsize=4096)
+def plan_matmul(m: int, n: int, k: int, itemsize: int, num_sms: int, interpreted: bool = False) -> GemmPlan:
+    """Plan for out [m, n] = a [m, k] b [k, n], m and n at least 1, on `num_sms` SMs; `itemsize`: bytes of an element of a and b.
+
+    k = 0 makes tiles without iterations, all of them whole. Section 5.1 of arXiv 2301.03598 chooses the number of shares.
+    """
+    if interpreted:
+        tile = INTERPRETER_TILE
+        num_tiles, iters = _num_tiles(m, n, tile), -(-k // tile.block_k)
+        return GemmPlan(tile, uniform_plan(num_tiles, iters, max(1, min(num_sms, num_tiles * max(iters, 1)))))
+    tile = choose_tile(m, n, itemsize, num_sms)
+    num_tiles, iters = _num_tiles(m, n, tile), -(-k // tile.block_k)
+    return GemmPlan(tile, choose_shares(cost_model(tile, itemsize), num_tiles, iters, num_sms * tile.workers_per_sm))

@@ -11,6 +11,8 @@ An 8-bit code is two 4-bit codes, c = 16 hi + lo, so an 8-bit weight is a 4-bit 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +28,9 @@ INT4_GROUP_SIZES = (256, 128, 64, 32)
 INT4_ROW_MULTIPLE = 16
 # Weights dequantised at a time for long inputs, 64 MB of float32. Chunks that fit the cache were slower: the matmul's set-up.
 DEQUANTIZE_ELEMENTS = 1 << 24
+# Packing a small weight is a dozen short operators. On a busy machine each waits for torch's pool (8 ms at a time): the 210
+# weights of a 135M model took 4.8 s with two threads beside another process, 0.3 s with one.
+ONE_THREAD_ELEMENTS = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,10 @@ def pack(weight: QuantizedWeight, dtype: torch.dtype) -> Int4Weight | torch.Tens
     found = weight.packed.get(("cpu", dtype))
     if found is None:
         group_size = int4_group_size(weight) if dtype == torch.bfloat16 else 0
-        if group_size:
+        if group_size and weight.n * weight.k < ONE_THREAD_ELEMENTS:
+            with _one_thread():
+                found = pack_int4(weight, group_size)
+        elif group_size:
             found = pack_int4(weight, group_size)
         elif dtype == torch.float32:
             found = weight.dequantize(torch.float32)
@@ -59,6 +67,16 @@ def pack(weight: QuantizedWeight, dtype: torch.dtype) -> Int4Weight | torch.Tens
             found = pack(weight, torch.float32)
         weight.packed["cpu", dtype] = found
     return found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def pack_int4(weight: QuantizedWeight, group_size: int) -> Int4Weight:

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from evenshare.compat.transformers.cache import InPlaceCache
+from evenshare.compat.transformers.one_token import TokenLoop, make_token_loop
 from evenshare.compat.transformers.quantizers import QuantLinear
 from evenshare.quant import concatenate
 
@@ -21,16 +23,17 @@ FUSABLE = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwe
 
 
 def fuse_layers(model: nn.Module) -> bool:
-    """Replace the decoder layers by `FusedLayer`s if all are of a known kind and their linears are `QuantLinear`s that can be joined.
+    """Replace the decoder layers by a `FusedStack` if all are of a known kind and their linears are `QuantLinear`s that can be joined.
 
     model: a transformers model with `model.model.layers` and `model.model.rotary_emb`. Returns whether it was changed: all
     layers are replaced or none, because they share the rotary embedding.
     """
     body: Any = model.model
     fused = [_fuse(layer) for layer in body.layers]
-    if None in fused:
+    layers = [layer for layer in fused if layer is not None]
+    if not layers or len(layers) < len(fused):
         return False
-    body.layers = nn.ModuleList(fused)
+    body.layers = nn.ModuleList([FusedStack(layers)])
     body.rotary_emb = FusedRotary(body.rotary_emb)
     return True
 
@@ -79,9 +82,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Half-split rotary embedding. x [B, S, H, D]; cos, sin [1 or B, S, 1, D], the first half of sin negated (`FusedRotary`)."""
-    half = x.shape[-1] // 2
-    turned = torch.cat((x[..., half:], x[..., :half]), -1)
-    return torch.addcmul(x * cos, turned, sin)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class FusedRotary(nn.Module):
@@ -148,6 +149,53 @@ class FusedLayer(nn.Module):
         both = self.gate_up_proj.rows(rms_norm(rows, self.mlp_norm, self.eps))
         gate, up = both.split_with_sizes((both.shape[1] // 2,) * 2, 1)
         return rows.add_(self.down_proj.rows(F.silu(gate).mul_(up))).view(batch, length, width)
+
+
+class FusedStack(nn.Module):
+    """All decoder layers as one: transformers' model calls it as its only layer."""
+
+    def __init__(self, layers: list[FusedLayer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._loop: TokenLoop | None = None
+        self._loop_known = False
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._loop, self._loop_known = None, False  # it holds tensors that are about to move
+        return super()._apply(fn, recurse)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As `FusedLayer.forward`, through all layers."""
+        loop = self._token_loop(hidden_states, attention_mask, past_key_values)
+        if loop is not None and position_embeddings is not None:
+            cos, sin = position_embeddings
+            rows = hidden_states.view(1, -1).clone()
+            return loop.run(rows, cos.view(1, -1), sin.view(1, -1), past_key_values).view(hidden_states.shape)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        return hidden_states
+
+    def _token_loop(self, hidden_states: torch.Tensor, attention_mask: Any, cache: Any) -> TokenLoop | None:
+        """The loop for one token on a CPU, if this is one and it gives what the layers would."""
+        one_token = hidden_states.shape[:2] == (1, 1) and hidden_states.dtype == torch.bfloat16
+        if not one_token or attention_mask is not None or not isinstance(cache, InPlaceCache):
+            return None
+        if not self._loop_known:
+            self._loop, self._loop_known = make_token_loop(list(self.layers)), True  # type: ignore[arg-type]
+        return self._loop if self._loop is not None and self._loop.serves(cache.length + 1) else None
 
 
 def _twice(weight: torch.Tensor) -> nn.Parameter:

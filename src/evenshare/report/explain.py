@@ -1,0 +1,198 @@
+"""The command `evenshare explain`: how each policy would deal a piece of work, as a table and a picture."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from evenshare.report.timeline import LABELS, check_picture, draw_timelines, format_time, save_timelines
+from evenshare.schedule import RaggedSpace, make_plan
+from evenshare.schedule.policies import POLICIES
+from evenshare.schedule.simulator import Costs, Timeline, simulate
+
+# A timeline is Python objects: more would take minutes and gigabytes.
+MAX_TILES = 100_000
+MAX_ITERATIONS = 10_000_000
+MAX_WORKERS = 10_000
+
+
+@dataclass(frozen=True)
+class Work:
+    """A piece of work in the scheduler's terms."""
+
+    space: RaggedSpace
+    costs: Costs
+    title: str
+    unit: str  # of time
+
+
+def decode_work(lens: list[int], heads: int, block: int) -> Work:
+    """One query token a request over `lens` keys; a tile is a request and a KV head, an iteration a block of keys.
+
+    Costs are ratios of bytes at a head dimension of 128: a block of 128 keys is 64 KB of bf16 keys and values, a partial of 16
+    rows 8 KB of fp32. A segment's prologue and epilogue cost one block of 128 keys.
+    """
+    _positive("lens", min(lens))
+    _positive("heads", heads)
+    _positive("block", block)
+    blocks = [-(-n // block) for n in lens]
+    _small_enough("lens", len(lens) * heads, sum(blocks) * heads)
+    relative = 128 / block
+    runs = [(n, len(list(run))) for n, run in groupby(lens)]
+    shape = " + ".join(f"{n}" if count == 1 else f"{count} x {n}" for n, count in runs[:6]) + (
+        " + ..." if runs[6:] else ""
+    )
+    return Work(
+        RaggedSpace(torch.tensor(blocks, dtype=torch.int32), inner=heads, overhead=max(round(relative), 1)),
+        Costs(segment=relative, store=relative / 8, merge=relative / 8),
+        f"Decode of {len(lens)} request{'s' * (len(lens) > 1)}: {shape} keys, {heads} KV head{'s' * (heads > 1)}",
+        f"blocks of {block} keys",
+    )
+
+
+def gemm_work(shape: list[int], tile: list[int]) -> Work:
+    """m x n x k in tiles of tile[0] x tile[1]; an iteration is tile[2] of k.
+
+    Storing and merging cost what Stream-K (section 5.1) measured for a tile of 128 x 128 x 32, scaled to this step of k.
+    """
+    _positive("gemm", min(shape))
+    _positive("tile", min(tile))
+    m, n, k = (-(-size // step) for size, step in zip(shape, tile, strict=True))
+    _small_enough("gemm", m * n, m * n * k)
+    return Work(
+        RaggedSpace(torch.full((m * n,), k, dtype=torch.int32), overhead=1),
+        Costs(segment=1.0, store=9 * 32 / tile[2], merge=8 * 32 / tile[2]),
+        f"{' x '.join(map(str, shape))} GEMM in {m * n} tiles of {tile[0]} x {tile[1]}",
+        f"steps of {tile[2]} of k",
+    )
+
+
+def compare(work: Work, workers: int, policies: tuple[str, ...] = POLICIES) -> dict[str, Timeline]:
+    """Timeline of each policy, with its default parameters. Raises ValueError for an unknown policy or workers < 1."""
+    return {name: simulate(make_plan(work.space, name, workers), work.costs) for name in policies}
+
+
+def explain_command(
+    lens: Annotated[
+        str | None,
+        typer.Option(help="Keys of each request, by commas; 15x256 stands for 15 requests of 256", show_default=False),
+    ] = None,
+    heads: Annotated[int, typer.Option(help="KV heads")] = 8,
+    block: Annotated[int, typer.Option(help="Keys of one iteration")] = 128,
+    gemm: Annotated[str | None, typer.Option(help="m,n,k of a product, instead of --lens", show_default=False)] = None,
+    tile: Annotated[str, typer.Option(help="Rows, columns and k-step of a tile of --gemm")] = "128,128,64",
+    workers: Annotated[int, typer.Option(help="Programs that run at once; an H200 has 132 SMs")] = 132,
+    policies: Annotated[str, typer.Option(help="Which, by commas")] = ",".join(POLICIES),
+    out: Annotated[
+        Path | None, typer.Option(help="Draw the timelines into this .png, .svg or .pdf", show_default=False)
+    ] = None,
+) -> None:
+    """Compare how the policies deal a piece of work, as a table and a timeline.
+
+    The times are simulated, in iterations (a block of keys, a step of k); nothing runs.
+    """
+    try:
+        if out is not None:
+            check_picture(out)
+        if (lens is None) == (gemm is None):
+            raise ValueError("lens, gemm: got " + ("neither" if lens is None else "both") + ", want one of them")
+        if lens is not None:
+            work = decode_work(_lengths("lens", lens), heads, block)
+        else:
+            work = gemm_work(_triple("gemm", gemm or ""), _triple("tile", tile))
+        if not 1 <= workers <= MAX_WORKERS:
+            raise ValueError(f"workers: got {workers}, want 1 to {MAX_WORKERS}")
+        timelines = compare(work, workers, tuple(name.strip() for name in policies.split(",")))
+        _print_table(work, timelines, workers)
+        if out is not None:
+            _draw(work, timelines, out)
+    except ValueError as error:
+        _stop(str(error), 2)
+
+
+def _print_table(work: Work, timelines: dict[str, Timeline], workers: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    costs = work.costs
+    table = Table(
+        title=f"{work.title}, {workers} workers",
+        caption=f"Simulated. Time in {work.unit}; a segment costs {costs.segment:.3g} more, storing a partial {costs.store:.3g}, "
+        f"merging one {costs.merge:.3g}.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("policy")
+    for heading in ("makespan", "utilisation", "segments", "split tiles", "partials"):
+        table.add_column(heading, justify="right")
+    least = min(timeline.makespan for timeline in timelines.values())
+    for name, timeline in timelines.items():
+        table.add_row(
+            LABELS[name],
+            format_time(timeline.makespan),
+            f"{timeline.utilisation:.0%}",
+            str(timeline.num_segments),
+            str(timeline.num_split_tiles),
+            str(timeline.num_partials),
+            style="bold" if math.isclose(timeline.makespan, least) else None,
+        )
+    Console(highlight=False).print(table)
+
+
+def _draw(work: Work, timelines: dict[str, Timeline], out: Path) -> None:
+    try:
+        save_timelines(draw_timelines(timelines, title=work.title, unit=work.unit), out)
+    except ModuleNotFoundError as error:
+        _stop(f"{error.name} is not installed: pip install evenshare[report]", 1)
+    except OSError as error:
+        _stop(f"out: cannot write {out}: {error.strerror or error}", 2)
+
+
+def _lengths(name: str, text: str) -> list[int]:
+    """Parse "65536,15x256"."""
+    lengths: list[int] = []
+    for part in text.split(","):
+        count, cross, length = part.strip().rpartition("x")
+        repeats = _integer(name, count, text) if cross else 1
+        _positive(name, repeats)
+        lengths += [_integer(name, length, text)] * min(repeats, MAX_TILES + 1)
+        if len(lengths) > MAX_TILES:
+            raise ValueError(f"{name}: got more than {MAX_TILES} requests, want fewer")
+    return lengths
+
+
+def _triple(name: str, text: str) -> list[int]:
+    sizes = [_integer(name, part.strip(), text) for part in text.split(",")]
+    if len(sizes) != 3:
+        raise ValueError(f"{name}: got {text!r}, want three numbers by commas")
+    return sizes
+
+
+def _integer(name: str, part: str, text: str) -> int:
+    if not (part.isascii() and part.isdigit()) or len(part) > 9:
+        raise ValueError(f"{name}: got {text!r}, want whole numbers below 1e9 by commas")
+    return int(part)
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name}: got {value}, want 1 or more")
+
+
+def _small_enough(name: str, tiles: int, iterations: int) -> None:
+    if tiles > MAX_TILES or iterations > MAX_ITERATIONS:
+        limits = f"{MAX_TILES} and {MAX_ITERATIONS}"
+        raise ValueError(f"{name}: got {tiles} tiles and {iterations} iterations, want at most {limits}")
+
+
+def _stop(message: str, exit_code: int) -> None:
+    typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
+    print(message, file=sys.stderr)
+    raise typer.Exit(exit_code)

@@ -82,6 +82,16 @@ def test_replayed_graph() -> None:
         assert torch.equal(y, product(x, weight))
 
 
+def test_capture_wants_a_packed_weight() -> None:
+    weight = random_weight(64, 128, 32, device=CUDA)
+    x = torch.randn(2, 128, device=CUDA).half()
+    with (
+        pytest.raises(RuntimeError, match="weight: got one that is not packed"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        product(x, weight)
+
+
 def test_no_call_waits_for_the_device() -> None:
     weight = prepare(random_weight(512, 1024, 32, "zeros", device=CUDA), torch.float16)
     x = torch.randn(4, 1024, device=CUDA).half()

@@ -36,10 +36,20 @@ def step_size(bits: int) -> int:
 
 
 def pack(weight: QuantizedWeight) -> TritonWeight:
-    """The weight's packed form, from its cache or made now."""
+    """The weight's packed form, from its cache or made now.
+
+    Making it waits for the device, so that any stream may use it. Raises RuntimeError inside a CUDA graph's capture, which
+    would make it at replays only: `prepare` first.
+    """
     found = weight.packed.get("triton")
     if found is None:
+        if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "weight: got one that is not packed inside a CUDA graph's capture, want prepare(weight, ...) before"
+            )
         found = weight.packed["triton"] = _pack(weight)
+        if weight.device.type == "cuda":
+            torch.cuda.current_stream(weight.device).synchronize()
     return found
 
 

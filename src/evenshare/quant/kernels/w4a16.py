@@ -1,8 +1,8 @@
 """y = activation(x Wᵀ + bias), W in packed codes, by an even share of the (tile, k-step) space (arXiv 2301.03598, 2402.00025).
 
 A k-step is one 32-bit word per column and lane: LANES rows of words hold PLANES = 32 / BITS codes each, and plane p of a word
-is LANES columns of W further along k. A plane is thus a [LANES, BLOCK_N] operand of one dot, unpacked by a shift, without any
-shuffle, and as every group is a multiple of LANES it has one scale per column. Words lie with n innermost: 16-byte loads.
+is LANES columns of W further along k. A plane is thus a [LANES, BLOCK_N] operand of one dot, unpacked without any shuffle,
+and as every group is a multiple of LANES it has one scale per column. Words lie with n innermost: 16-byte loads.
 
 Codes become numbers in float32, scale and zero point included, and are rounded once to the dtype of x before the dot, so
 nothing larger than a weight is ever held in 16 bits. Sums and partials are float32. An integer below 2^23 put into the mantissa

@@ -11,6 +11,13 @@ from evenshare.gemm.kernels import matmul as kernels
 from evenshare.gemm.plan import plan_matmul
 
 
+def loads_vectors(t: torch.Tensor) -> bool:
+    """Whether t [rows, columns] can be loaded 16 bytes at a time, as far as Triton can tell: it specialises on multiples of 16."""
+    (rows, columns), (stride_rows, stride_columns) = t.shape, t.stride()
+    contiguous, other = (columns, stride_rows) if stride_columns == 1 else (rows, stride_columns)
+    return 1 in t.stride() and contiguous % 16 == 0 and other % 16 == 0 and t.data_ptr() % 16 == 0
+
+
 def matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -21,7 +28,8 @@ def matmul(
 ) -> None:
     """out [m, n] = activation(a [m, k] b [k, n] + bias); m and n at least 1, any strides."""
     (m, k), n = a.shape, b.shape[1]
-    plan = plan_matmul(m, n, k, a.element_size(), target.num_sms, target.interpreted)
+    aligned = loads_vectors(a) and loads_vectors(b)
+    plan = plan_matmul(m, n, k, a.element_size(), target.num_sms, aligned, target.interpreted)
     tile, shares = plan.tile, plan.shares
     workspace = stream_workspace(plan.partial_elements, shares.max_counters, a.device)
     with torch.cuda.device_of(a):  # the tensors' GPU, not the current one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from evenshare.schedule.cost_model import CostModel, choose_num_shares
@@ -42,19 +42,20 @@ HALF_TILES = (
     TileConfig(64, 64, 64, 4, 4, 2),
     TileConfig(128, 128, 64, 8, 3, 1),
 )
+# Operands without 16-byte rows are loaded element by element, and a pointer for each takes two registers: 64 wide would spill.
+UNALIGNED_BLOCK_K = 32
 INTERPRETER_TILE = TileConfig(16, 16, 16, 1, 1, 1)  # small, so that short inputs are split
 
 
-def choose_tile(m: int, n: int, itemsize: int, num_sms: int) -> TileConfig:
-    """Tile sizes for out [m, n] with operands of `itemsize` bytes an element."""
-    tiles = FLOAT32_TILES if itemsize == 4 else HALF_TILES
-    if m <= tiles[0].block_m:
-        return tiles[0]
-    for tile in reversed(tiles[2:]):
-        # The larger tile only where it does not leave SMs without a tile of their own, or pad half of its rows.
-        if m > tile.block_m // 2 and _num_tiles(m, n, tile) >= num_sms:
-            return tile
-    return tiles[1]
+def choose_tile(m: int, n: int, itemsize: int, num_sms: int, aligned: bool = True) -> TileConfig:
+    """Tile sizes for out [m, n] with operands of `itemsize` bytes an element; aligned: they can be loaded 16 bytes at a time."""
+    few_rows, small, *large = FLOAT32_TILES if itemsize == 4 else HALF_TILES
+    tile = few_rows if m <= few_rows.block_m else small
+    for candidate in large:
+        # The large tile only where it neither leaves an SM without a tile of its own nor pads half of its rows.
+        if m > candidate.block_m // 2 and _num_tiles(m, n, candidate) >= num_sms:
+            tile = candidate
+    return tile if aligned else replace(tile, block_k=min(tile.block_k, UNALIGNED_BLOCK_K))
 
 
 def _num_tiles(m: int, n: int, tile: TileConfig) -> int:
@@ -81,8 +82,12 @@ def choose_shares(model: CostModel, num_tiles: int, iters_per_tile: int, max_wor
 
 
 @lru_cache(maxsize=4096)
-def plan_matmul(m: int, n: int, k: int, itemsize: int, num_sms: int, interpreted: bool = False) -> GemmPlan:
-    """Plan for out [m, n] = a [m, k] b [k, n], m and n at least 1, on `num_sms` SMs; `itemsize`: bytes of an element of a and b.
+def plan_matmul(
+    m: int, n: int, k: int, itemsize: int, num_sms: int, aligned: bool = True, interpreted: bool = False
+) -> GemmPlan:
+    """Plan for out [m, n] = a [m, k] b [k, n], m and n at least 1, on `num_sms` SMs.
+
+    itemsize: bytes of an element of a and b. aligned: they can be loaded 16 bytes at a time. interpreted: by Triton's interpreter.
 
     k = 0 makes tiles without iterations, all of them whole. Section 5.1 of arXiv 2301.03598 chooses the number of shares.
     """
@@ -90,6 +95,6 @@ def plan_matmul(m: int, n: int, k: int, itemsize: int, num_sms: int, interpreted
         tile = INTERPRETER_TILE
         num_tiles, iters = _num_tiles(m, n, tile), -(-k // tile.block_k)
         return GemmPlan(tile, uniform_plan(num_tiles, iters, max(1, min(num_sms, num_tiles * max(iters, 1)))))
-    tile = choose_tile(m, n, itemsize, num_sms)
+    tile = choose_tile(m, n, itemsize, num_sms, aligned)
     num_tiles, iters = _num_tiles(m, n, tile), -(-k // tile.block_k)
     return GemmPlan(tile, choose_shares(cost_model(tile, itemsize), num_tiles, iters, num_sms * tile.workers_per_sm))

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from evenshare.attention import launch, reference
-from evenshare.attention.metadata import Batch, request_bounds, to_host
+from evenshare.attention.metadata import Batch, move, request_bounds
 from evenshare.attention.problem import Problem
 from evenshare.attention.tiles import TILE_COLUMNS, choose_tile, max_row_tiles, tile_table
+from evenshare.device.guard import device_guard
 from evenshare.device.target import Target
 from evenshare.device.workspace import Workspace, new_workspace
 from evenshare.schedule import DevicePlanner, Plan, RaggedSpace, make_plan
@@ -38,7 +39,7 @@ class TorchExecutor:
         self.status_words: list[torch.Tensor] = []  # host metadata raises at once
 
     def plan(self, batch: Batch) -> None:
-        self.batch = to_host(batch)
+        self.batch = move(batch, "cpu")
         q_start, qo_len, kv_start, kv_len = (t.tolist() for t in request_bounds(self.batch, self.problem.page_size))
         self.qo_indptr = [*q_start, q_start[-1] + qo_len[-1]] if q_start else [0]
         self.kv_start, self.kv_lens = kv_start, kv_len
@@ -116,8 +117,12 @@ class TritonExecutor:
                 space, self.policy, self.num_workers, max_iterations=self.max_iterations
             ).to(device)
         else:
-            launch.launch_tile_table(problem, self.tile, batch, self.tiles, self.iterations, self.offsets, self.status)
-            self.schedule = self.device_planner.plan(self.iterations)
+            batch = move(batch, device)
+            with device_guard(device):
+                launch.launch_tile_table(
+                    problem, self.tile, batch, self.tiles, self.iterations, self.offsets, self.status
+                )
+                self.schedule = self.device_planner.plan(self.iterations)
         if self.workspace is None:
             elements = self.schedule.max_slots * launch.partial_elements(problem, self.tile)
             self.workspace = new_workspace(elements, self.schedule.max_counters, device)
@@ -132,19 +137,20 @@ class TritonExecutor:
         scale: float,
     ) -> None:
         assert self.workspace is not None
-        launch.launch_forward(
-            self.problem,
-            self.tile,
-            self.schedule,
-            self.tiles,
-            self.workspace,
-            self.status,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            self.kv_indices,
-            self.num_indices,
-            scale,
-        )
+        with device_guard(self.target.device):
+            launch.launch_forward(
+                self.problem,
+                self.tile,
+                self.schedule,
+                self.tiles,
+                self.workspace,
+                self.status,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                self.kv_indices,
+                self.num_indices,
+                scale,
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -115,19 +115,19 @@ def dense_batch(batch: int, qo_len: int, kv_len: int, device: torch.device) -> B
     return Batch("dense", qo_indptr, None, kv_lens, None, kv_len)
 
 
-def to_host(batch: Batch) -> Batch:
-    """The same batch with its tensors on the CPU; syncs if they are on a GPU."""
+def move(batch: Batch, device: torch.device | str) -> Batch:
+    """The same batch with its tensors on `device`. To a GPU asynchronously; to the CPU with a sync, if they are not there yet."""
+    to_cpu = torch.device(device).type == "cpu"
 
-    def host(t: torch.Tensor | None) -> torch.Tensor | None:
-        return None if t is None else t.cpu()
+    def moved(t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t.to(device, non_blocking=not to_cpu)
 
-    return Batch(
-        batch.form,
-        host(batch.qo_indptr),
-        host(batch.kv_indptr),
-        host(batch.kv_lens),
-        host(batch.kv_indices),
-        batch.table_width,
+    return replace(
+        batch,
+        qo_indptr=moved(batch.qo_indptr),
+        kv_indptr=moved(batch.kv_indptr),
+        kv_lens=moved(batch.kv_lens),
+        kv_indices=moved(batch.kv_indices),
     )
 
 

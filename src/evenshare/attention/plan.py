@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from evenshare.attention.executors import Capacity, TorchExecutor, TritonExecutor
-from evenshare.attention.metadata import Batch, check_host_values, make_batch, request_bounds, to_host
+from evenshare.attention.metadata import Batch, check_host_values, make_batch, move, request_bounds
 from evenshare.attention.problem import Problem, check_tensor, default_scale, lse_scale
 from evenshare.device.target import Target, select_target
 from evenshare.schedule.plan import Status
@@ -91,8 +91,12 @@ class AttentionPlan:
 
     def _plan(self, batch: Batch) -> None:
         on_host = batch.device.type == "cpu"
+        if batch.kv_indices is not None and batch.kv_indices.device not in (batch.device, self.target.device):
+            raise ValueError(
+                f"kv_indices or block_table: got device {batch.kv_indices.device}, want {self.target.device} or that of the lengths"
+            )
         if on_host or self.debug:
-            check_host_values(to_host(batch), self.problem.page_size)
+            check_host_values(move(batch, "cpu"), self.problem.page_size)
         self._executor.plan(batch)
         # What run() needs of the tensors' extents, where the host knows it; 0: the kernels clamp instead.
         self._num_q_tokens = self._num_kv_tokens = 0
@@ -115,7 +119,8 @@ class AttentionPlan:
         """Attention of the planned batch.
 
         q: [total_q, Hq, D]. k, v: pages [num_pages, page_size, Hkv, D] (NHD) or [num_pages, Hkv, page_size, D] (HND), or ragged
-        [total_kv, Hkv, D]. Any strides, but the last is 1. out: [total_q, Hq, Dv] of q's dtype, not overlapping the inputs.
+        [total_kv, Hkv, D]. Any strides, but the last is 1. out: [total_q, Hq, Dv] of q's dtype; it may be q itself but
+        must not overlap the inputs otherwise.
         lse: float32 [total_q, Hq], the logarithm to the plan's base. Rows of q past the last request are not computed.
 
         Returns out, or (out, lse) if `return_lse` or `lse` is given. A row without keys has out = 0 and lse = -inf. Never syncs.

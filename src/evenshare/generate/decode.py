@@ -107,12 +107,11 @@ def batch_tokens(
     # Without the prefix transformers may switch to FlashAttention where that is installed.
     model.set_attn_implementation("paged|evenshare")
     try:
-        with torch.inference_mode():
-            results = model.generate_batch(
-                [list(prompt) for prompt in prompts],
-                generation_config=config,
-                continuous_batching_config=_batching(prompts, max_new_tokens, seed),
-            )
+        results = model.generate_batch(
+            [list(prompt) for prompt in prompts],
+            generation_config=config,
+            continuous_batching_config=_batching(prompts, max_new_tokens, seed),
+        )
     finally:
         model.set_attn_implementation(single)
     answers = list(results.values())  # in the order of the prompts

@@ -69,6 +69,16 @@ def _merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots,
 
 
 @triton.jit
+def _tanh(x):
+    """For small |x| the odd series, whose error is below 4e-7 of x at 0.25; 1 - exp loses digits there."""
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(square < 0.0625, series, tl.where(x < 0, -far, far))
+
+
+@triton.jit
 def _attend(q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_start, kv_len, readable_len, num_pages, last_key,
             score_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page, stride_v_token,
             HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr,
@@ -98,8 +108,7 @@ def _attend(q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_st
     v = tl.load(v_ptr + v_head + v_rows[:, None] + dv[None, :], mask=v_mask, other=0.0)
     s = tl.dot(q, k, input_precision=PRECISION) * score_scale
     if HAS_SOFT_CAP:
-        # tanh(x) = 2 sigmoid(2x) - 1; the scores of the softmax are in base 2
-        s = (logits_soft_cap * LOG2E) * (2.0 * tl.sigmoid(s) - 1.0)
+        s = (logits_soft_cap * LOG2E) * _tanh(s)  # the softmax is in base 2
     if MASKED:
         keep = (n < kv_len)[None, :]
         if CAUSAL:
@@ -138,7 +147,7 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     if HAS_SOFT_CAP:
-        score_scale = 2.0 * sm_scale / logits_soft_cap
+        score_scale = sm_scale / logits_soft_cap
     else:
         score_scale = sm_scale * LOG2E
     segment_end = tl.load(worker_indptr_ptr + worker + 1)

@@ -102,9 +102,9 @@ def read_reports(path: Path) -> list[Report]:
     """
     try:
         content = json.loads(path.read_text())
-        records = content["reports"] if "reports" in content else [content]
+        records = content.get("reports", [content])
         return [Report.from_json(record) for record in records]
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: got no benchmark report ({error}), want the JSON that a benchmark writes") from error
 
 

@@ -1,0 +1,202 @@
+"""What every benchmark shares: its command line, the ceilings, peers side by side, the table and the JSON."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.ceilings import measure_ceilings
+from benchmarks.peers import relative_error, select_peers
+from benchmarks.results import Report, Row, write_report
+from benchmarks.timing import Timing, time_events, time_graph
+
+PACKAGES = ("evenshare", "torch", "triton", "flashinfer-python", "humming", "gemlite", "transformers")
+MAX_PEER_ERROR = 0.05  # a peer further off than this does other work
+
+
+class Bench:
+    """Collects the rows of one benchmark."""
+
+    def __init__(
+        self, device: torch.device, ceilings: dict[str, float], peers: Sequence[str], console: Console
+    ) -> None:
+        self.device = device
+        self.ceilings = ceilings
+        self.peers = list(peers)
+        self.console = console
+        self.rows: list[Row] = []
+
+    def add(self, row: Row) -> Row:
+        self.rows.append(row)
+        return row
+
+    def compare(
+        self,
+        case: str,
+        ours: Callable[[], torch.Tensor],
+        peers: Callable[[str], Callable[[], torch.Tensor] | None],
+        reference: torch.Tensor,
+        max_error: float,
+        *,
+        timing: str = "graph",
+        flops: float | None = None,
+        bytes: float | None = None,
+        target: float | None = None,
+    ) -> Row:
+        """Check `ours` and each peer against `reference`, then time them: one row in microseconds.
+
+        ours: returns what `reference` holds. peers: name -> call or None. max_error: of `ours`, relative, in the Frobenius norm.
+        A peer that fails is named and left out. Raises RuntimeError if `ours` is wrong: a wrong result has no speed.
+        """
+        error = relative_error(ours(), reference)
+        if error > max_error:
+            raise RuntimeError(f"{case}: relative error {error:.2e}, want at most {max_error:.0e}")
+        measure: Callable[[Callable[[], torch.Tensor]], Timing] = time_graph if timing == "graph" else time_events
+        times: dict[str, float] = {}
+        for name in self.peers:
+            try:
+                call = peers(name)
+                if call is None:
+                    continue
+                error = relative_error(call(), reference)
+                if error > MAX_PEER_ERROR:
+                    raise RuntimeError(f"relative error {error:.1e}")
+                times[name] = measure(call).median
+            except Exception as failure:
+                self.console.print(
+                    f"{case}: {name} left out: {str(failure).splitlines()[:1]}", style="dim", markup=False
+                )
+        own = measure(ours)
+        return self.add(
+            Row(
+                case, "us", "lower", own.median, peers=times, target=target, timing=timing,
+                spread=own.spread, flops=flops, bytes=bytes,
+            )
+        )  # fmt: skip
+
+    def add_ratio(self, row: Row, ceiling: str, target: float | None = None) -> Row:
+        """The share of a ceiling (a key of `ceilings`) that a row in microseconds reaches, as a row of its own."""
+        work = row.bytes if ceiling.endswith("tb_s") else row.flops
+        if work is None or row.unit != "us":
+            raise ValueError(f"row: got {row.case} in {row.unit}, want microseconds and the work of {ceiling}")
+        reached = work / row.ours * 1e-6 / self.ceilings[ceiling]
+        peers = {name: work / us * 1e-6 / self.ceilings[ceiling] for name, us in row.peers.items()}
+        case, unit = f"{row.case}, share of {ceiling}", "x"
+        return self.add(Row(case, unit, "higher", reached, kind="ratio", peers=peers, target=target, timing=row.timing))
+
+
+def show(console: Console, title: str, rows: Sequence[Row]) -> None:
+    """One line a case: us, TFLOP/s, GB/s, and how many times better than the best peer."""
+    table = Table("case", title=title)
+    for name in ("ours", "unit", "spread", "TFLOP/s", "GB/s", "best peer", "lead", "target"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        rate = [f"{work / row.ours * scale:.0f}" if work and row.unit == "us" else ""
+                for work, scale in ((row.flops, 1e-6), (row.bytes, 1e-3))]  # fmt: skip
+        best, lead = row.best_peer, row.lead
+        table.add_row(
+            row.case,
+            f"{row.ours:.4g}",
+            row.unit,
+            "" if row.spread is None else f"{row.spread:.1%}",
+            *rate,
+            "" if best is None else f"{best[1]:.4g} {best[0]}",
+            "" if lead is None else f"{lead:.2f}",
+            "" if row.target is None else f"{row.target:g}" + (" missed" if row.missed else ""),
+            style="red" if row.missed else "",
+        )
+    console.print(table)
+
+
+def describe_versions() -> dict[str, str]:
+    """Python and the packages that the figures depend on, as far as installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def current_commit() -> str:
+    """EVENSHARE_COMMIT where the sources come without git; otherwise git's, with "-dirty" if files differ from it."""
+    given = os.environ.get("EVENSHARE_COMMIT")
+    if given:
+        return given
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def describe_driver() -> str:
+    """The NVIDIA driver's version; "" without one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return lines[0].strip() if lines else ""
+
+
+def make_report(name: str, device: str, ceilings: dict[str, float], rows: list[Row]) -> Report:
+    """The record of `rows`, with this machine's description."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return Report(name, device, describe_driver(), describe_versions(), current_commit(), date, ceilings, rows)
+
+
+def parse_arguments(name: str, description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser.add_argument("--peers", nargs="*", help="others to measure side by side; all that are installed if left out")
+    parser.add_argument("--out", type=Path, help="one file for everything, instead of results/NAME-DEVICE.json")
+    return parser.parse_args(arguments)
+
+
+def main(
+    name: str, description: str | None, fill: Callable[[Bench], None], arguments: Sequence[str] | None = None
+) -> int:
+    """Run one benchmark on the current GPU: 0 if done, 2 if it cannot run here. Rows measured before a failure are kept."""
+    options = parse_arguments(name, description, arguments)
+    console = Console()
+    try:
+        peers, absent = select_peers(options.peers)
+    except ValueError as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
+    if not torch.cuda.is_available():
+        console.print(f"benchmarks.{name} needs a CUDA GPU, and torch sees none here", style="red", markup=False)
+        return 2
+    if absent:
+        console.print(f"not installed: {', '.join(absent)}", style="dim")
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    ceilings = measure_ceilings(device)
+    console.print("ceilings: " + ", ".join(f"{key} {value:.4g}" for key, value in ceilings.items()))
+    bench = Bench(device, ceilings, peers, console)
+    try:
+        fill(bench)
+    finally:
+        show(console, name, bench.rows)
+        report = make_report(name, torch.cuda.get_device_name(device), ceilings, bench.rows)
+        console.print(f"written: {write_report(report, options.out)}")
+    return 0
+
+
+def run(name: str, description: str | None, fill: Callable[[Bench], None]) -> None:
+    """`main` as the end of a benchmark's module."""
+    sys.exit(main(name, description, fill))

@@ -1,0 +1,38 @@
+"""The error budget of a product."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from evenshare.gemm import reference
+
+
+def assert_product(
+    y: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> None:
+    """y against the float64 oracle, in maximum and in root mean square. 16 bits: below twice the error of torch's own product plus
+    one rounding of the result. float32: below 2 eps of the sum of the magnitudes, since a product
+    and the partial sums are each rounded by half an eps and an activation has a slope below 1.2."""
+    rows = a.reshape(math.prod(a.shape[:-1]), b.shape[0])
+    wide_bias = None if bias is None else bias.double()
+    want = reference.matmul(rows.double(), b.double(), wide_bias, activation)
+    assert y.dtype == a.dtype
+    assert y.shape == (*a.shape[:-1], b.shape[1])
+    error = y.reshape(want.shape).double() - want
+    eps = torch.finfo(a.dtype).eps
+    if a.dtype == torch.float32:
+        magnitudes = rows.double().abs() @ b.double().abs() + want.abs()
+        if wide_bias is not None:
+            magnitudes += wide_bias.abs()
+        assert (error.abs() <= 2 * eps * magnitudes).all()
+        return
+    own_error = torch.mm(rows, b).double() - reference.matmul(rows.double(), b.double())
+    rounding = eps * want.abs().max()
+    assert error.abs().max() <= 2 * own_error.abs().max() + rounding
+    assert error.square().mean().sqrt() <= 2 * own_error.square().mean().sqrt() + rounding

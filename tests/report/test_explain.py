@@ -9,7 +9,6 @@ import typer
 from typer.testing import CliRunner
 
 from evenshare.report.explain import compare, decode_work, explain_command, gemm_work
-from evenshare.report.timeline import LABELS
 
 pytest.importorskip("matplotlib")
 
@@ -35,7 +34,8 @@ def test_readme_batch() -> None:
     code, output = explain(*README)
     assert code == 0
     table = rows(output)
-    assert list(table) == list(LABELS.values())
+    labels = ["data parallel", "fixed split in 4", "even share", "level fill", "cost sorted"]
+    assert list(table) == [*labels, "batch invariant, 16"]
     assert table["data parallel"] == ["513", "6%", "128", "0", "0"]
     assert float(table["even share"][0]) < 513 / 13
     assert "Decode of 16 requests: 65536 + 15 x 256 keys, 8 KV heads, 132 workers" in output
@@ -43,6 +43,12 @@ def test_readme_batch() -> None:
 
 def test_lens_spelled_out_are_the_same() -> None:
     assert explain("--lens", "512,3x256") == explain("--lens", "512, 256,256, 256")
+
+
+def test_fixed_split_cuts_as_asked() -> None:
+    code, output = explain(*README, "--policies", "fixed_split", "--num-splits", "16")
+    assert code == 0
+    assert rows(output)["fixed split in 16"][2:] == ["368", "128", "368"]  # 8 tiles in 16 parts, 120 of 2 blocks in 2
 
 
 def test_gemm() -> None:
@@ -90,6 +96,7 @@ def test_picture(tmp_path: Path) -> None:
         (["--lens", "8", "--heads", "0"], "heads: got 0, want 1 or more"),
         (["--lens", "8", "--block", "0"], "block: got 0, want 1 or more"),
         (["--lens", "8", "--workers", "0"], "workers: got 0, want 1 to 10000"),
+        (["--lens", "8", "--num-splits", "0"], "num_splits: got 0, want 1 to 1000"),
         (["--lens", "8", "--policies", "fastest"], "policy: got 'fastest', want one of data_parallel"),
         (["--lens", "8", "--out", "a.gif"], "out: got 'a.gif', want a name that ends in .png"),
         (["--lens", "8", "--out", "/no/such/folder/a.png"], "want a folder that exists"),

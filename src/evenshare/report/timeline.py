@@ -24,20 +24,11 @@ PANELS_A_ROW = 4
 ZOOM_BELOW = 0.2  # a panel that ends before this part of the axis is drawn again, wider, in its idle room
 ZOOM_BOX = (0.32, 0.08, 0.65, 0.83)  # where, in parts of the panel: left, bottom, width, height
 
-LABELS = {
-    "data_parallel": "data parallel",
-    "fixed_split": "fixed split",
-    "stream_k": "even share",
-    "level_fill": "level fill",
-    "cost_sorted": "cost sorted",
-    "batch_invariant": "batch invariant",
-}
-
 
 def draw_timelines(timelines: Mapping[str, Timeline], *, title: str = "", unit: str = "iterations") -> Figure:
     """One panel a policy, on one time axis.
 
-    timelines: policy name (or any label) -> timeline. Pale blocks are whole tiles, full ones parts of split tiles, dark ones
+    timelines: label -> timeline. Pale blocks are whole tiles, full ones parts of split tiles, dark ones
     merging; what is left grey is idle. unit: of the time axis. Raises ValueError without a timeline.
     """
     if not timelines:
@@ -54,8 +45,8 @@ def draw_timelines(timelines: Mapping[str, Timeline], *, title: str = "", unit: 
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
     span = max(timeline.makespan for timeline in timelines.values()) * 1.015 or 1.0
-    for axis, (name, timeline) in zip(axes, timelines.items(), strict=False):
-        _panel(axis, LABELS.get(name, name), timeline, span)
+    for axis, (label, timeline) in zip(axes, timelines.items(), strict=False):
+        _panel(axis, label, timeline, span)
     for axis in axes[len(timelines) :]:
         axis.set_visible(False)
     for index, axis in enumerate(axes[: len(timelines)]):
@@ -95,6 +86,10 @@ def _panel(axis: Axes, label: str, timeline: Timeline, span: float) -> None:
     _style(axis)
     axis.set_xlim(0, span)
     axis.set_ylim(len(timeline.workers), 0)
+    if len(timeline.workers) <= 16:
+        axis.set_yticks(
+            [worker + 0.5 for worker in range(len(timeline.workers))], map(str, range(len(timeline.workers)))
+        )
     _blocks(axis, timeline)
     axis.axvline(timeline.makespan, color=MERGE, linewidth=0.8, linestyle=(0, (4, 3)))
     if 0 < timeline.makespan < ZOOM_BELOW * span:

@@ -1,0 +1,89 @@
+"""The device planner's arrays are the host planner's, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from evenshare.schedule import DevicePlanner, Plan, RaggedSpace, Status, make_plan
+from evenshare.schedule.policies import DEVICE_POLICIES
+
+CASES = [  # iterations, inner, overhead, workers
+    ([], 1, 0, 3),
+    ([0, 0], 2, 1, 3),
+    ([7], 1, 0, 4),
+    ([1, 0, 30, 2, 2, 0, 9], 2, 1, 5),
+    ([5] * 11, 1, 0, 4),
+    ([5] * 9, 3, 2, 4),
+    ([40, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 1, 3, 7),
+    ([3] * 20, 1, 9, 8),  # shares shorter than the constant cost
+    ([2] * 37, 2, 1, 3),  # more rows than one block of the interpreter
+]
+
+
+def assert_same(host: Plan, device: Plan) -> None:
+    for name in ("worker_indptr", "segments", "status"):
+        assert torch.equal(getattr(host, name), getattr(device, name).cpu()), name
+    assert (host.num_workers, host.max_segments) == (device.num_workers, device.max_segments)
+    assert (host.max_slots, host.max_counters) == (device.max_slots, device.max_counters)
+
+
+@pytest.mark.parametrize("policy", DEVICE_POLICIES)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{len(c[0])}x{c[1]}+{c[2]} on {c[3]}")
+def test_same_as_host(device: torch.device, policy: str, case: tuple[list[int], int, int, int]) -> None:
+    rows, inner, overhead, num_workers = case
+    iterations = torch.tensor(rows, dtype=torch.int32)
+    space = RaggedSpace(iterations.to(device), inner, overhead)
+    planner = DevicePlanner(space, policy, num_workers, max_iterations=4000)
+    for values in (iterations, iterations.flip(0), iterations * 2):  # the same planner, again and again
+        host = make_plan(RaggedSpace(values, inner, overhead), policy, num_workers, max_iterations=4000)
+        assert_same(host, planner.plan(values.to(device)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", DEVICE_POLICIES)
+def test_large_spaces(policy: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for num_rows, inner, num_workers, longest in ((3000, 8, 264, 50), (256, 8, 132, 2000), (70, 4, 1000, 60000)):
+        iterations = torch.randint(0, longest, (num_rows,), generator=generator, dtype=torch.int32)
+        iterations[::7] = 0
+        limit = num_rows * inner * longest
+        planner = DevicePlanner(RaggedSpace(iterations.cuda(), inner, 1), policy, num_workers, max_iterations=limit)
+        host = make_plan(RaggedSpace(iterations, inner, 1), policy, num_workers, max_iterations=limit)
+        assert_same(host, planner.plan(iterations.cuda()))
+
+
+@pytest.mark.gpu
+def test_graph_replay_plans_new_lengths() -> None:
+    iterations = torch.full((40,), 9, dtype=torch.int32, device="cuda")
+    planner = DevicePlanner(RaggedSpace(iterations, 4, 1), "stream_k", 64)
+    planner.plan(iterations)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = planner.plan(iterations)
+    for values in ([1] * 40, [0] * 39 + [500], list(range(40))):
+        iterations.copy_(torch.tensor(values, dtype=torch.int32))
+        graph.replay()
+        assert_same(make_plan(RaggedSpace(torch.tensor(values, dtype=torch.int32), 4, 1), "stream_k", 64), plan)
+
+
+def test_beyond_the_capacity_the_plan_is_empty(device: torch.device) -> None:
+    iterations = torch.tensor([50, 3], dtype=torch.int32, device=device)
+    planner = DevicePlanner(RaggedSpace(iterations), "batch_invariant", 4, max_iterations=0)
+    plan = planner.plan(iterations)
+    assert int(plan.status) == Status.SEGMENTS_OVERFLOW
+    assert not plan.worker_indptr.any()
+    assert not plan.segments.any()
+    plan = planner.plan(torch.tensor([5, 3], dtype=torch.int32, device=device))  # it fits again
+    assert int(plan.status) == 0
+    assert int(plan.worker_indptr[-1]) == 2
+
+
+def test_errors_name_the_argument(device: torch.device) -> None:
+    space = RaggedSpace(torch.ones(3, dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match=r"policy: got 'cost_sorted', want one of .* on the device"):
+        DevicePlanner(space, "cost_sorted", 4)
+    with pytest.raises(ValueError, match="num_workers: got 0"):
+        DevicePlanner(space, "stream_k", 0)
+    with pytest.raises(ValueError, match=r"iterations: got \(2,\)"):
+        DevicePlanner(space, "stream_k", 4).plan(torch.ones(2, dtype=torch.int32, device=device))

@@ -1,1 +1,1 @@
-"""One module per table: `python -m benchmarks.NAME [--peers ...] [--out FILE]`. `python -m benchmarks.check` lists missed targets."""
+"""One module per table: `python -m benchmarks.NAME [--peers ...] [--out FILE]`, then `python -m benchmarks.check`."""

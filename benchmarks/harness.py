@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from benchmarks.results import Report, Row, write_report
 from benchmarks.timing import Timing, time_events, time_graph
 
 PACKAGES = ("evenshare", "torch", "triton", "flashinfer-python", "humming", "gemlite", "transformers")
+Call = Callable[[], torch.Tensor]
+Calls = Call | Sequence[Call]
 MAX_PEER_ERROR = 0.05  # a peer further off than this does other work
 
 
@@ -44,11 +47,12 @@ class Bench:
     def compare(
         self,
         case: str,
-        ours: Callable[[], torch.Tensor],
-        peers: Callable[[str], Callable[[], torch.Tensor] | None],
+        ours: Calls,
+        peers: Callable[[str], Calls | None],
         reference: torch.Tensor,
         max_error: float,
         *,
+        sample: Callable[[torch.Tensor], torch.Tensor] = lambda output: output,
         timing: str = "graph",
         flops: float | None = None,
         bytes: float | None = None,
@@ -56,34 +60,47 @@ class Bench:
     ) -> Row:
         """Check `ours` and each peer against `reference`, then time them: one row in microseconds.
 
-        ours: returns what `reference` holds. peers: name -> call or None. max_error: of `ours`, relative, in the Frobenius norm.
-        A peer that fails is named and left out. Raises RuntimeError if `ours` is wrong: a wrong result has no speed.
+        ours: a call that returns its whole output, or several that rotate over inputs, the first of which `reference` is for.
+        peers: name -> the same or None. sample: the part of the output that `reference` holds. max_error: of `ours`, relative, in
+        the Frobenius norm. A peer that fails is named and left out.
+        Raises RuntimeError if `ours` is wrong or leaves a NaN: a wrong result has no speed.
         """
-        error = relative_error(ours(), reference)
+        error = _error(ours, reference, sample)
         if error > max_error:
             raise RuntimeError(f"{case}: relative error {error:.2e}, want at most {max_error:.0e}")
-        measure: Callable[[Callable[[], torch.Tensor]], Timing] = time_graph if timing == "graph" else time_events
+        measure: Callable[[Calls], Timing] = time_graph if timing == "graph" else time_events
         times: dict[str, float] = {}
         for name in self.peers:
             try:
-                call = peers(name)
-                if call is None:
+                calls = peers(name)
+                if calls is None:
                     continue
-                error = relative_error(call(), reference)
+                error = _error(calls, reference, sample)
                 if error > MAX_PEER_ERROR:
                     raise RuntimeError(f"relative error {error:.1e}")
-                times[name] = measure(call).median
+                times[name] = measure(calls).median
             except Exception as failure:
-                self.console.print(
-                    f"{case}: {name} left out: {str(failure).splitlines()[:1]}", style="dim", markup=False
-                )
+                self.console.print(f"{case}: {name} left out: {failure!r:.200}", style="dim", markup=False)
         own = measure(ours)
         return self.add(
             Row(
-                case, "us", "lower", own.median, peers=times, target=target, timing=timing,
-                spread=own.spread, flops=flops, bytes=bytes,
+                case,
+                "us",
+                "lower",
+                own.median,
+                peers=times,
+                target=target,
+                timing=timing,
+                spread=own.spread,
+                flops=flops,
+                bytes=bytes,
             )
-        )  # fmt: skip
+        )
+
+    def add_time(self, case: str, call: Callable[[], object], timing: str = "graph") -> Row:
+        """Time a call that has no peers and no result to check."""
+        own = time_graph(call) if timing == "graph" else time_events(call)
+        return self.add(Row(case, "us", "lower", own.median, timing=timing, spread=own.spread))
 
     def add_ratio(self, row: Row, ceiling: str, target: float | None = None) -> Row:
         """The share of a ceiling (a key of `ceilings`) that a row in microseconds reaches, as a row of its own."""
@@ -94,6 +111,23 @@ class Bench:
         peers = {name: work / us * 1e-6 / self.ceilings[ceiling] for name, us in row.peers.items()}
         case, unit = f"{row.case}, share of {ceiling}", "x"
         return self.add(Row(case, unit, "higher", reached, kind="ratio", peers=peers, target=target, timing=row.timing))
+
+
+def each(calls: Iterable[Call | None]) -> list[Call] | None:
+    """The calls that rotate over inputs; None if the peer has none."""
+    found = []
+    for call in calls:
+        if call is None:
+            return None
+        found.append(call)
+    return found
+
+
+def _error(calls: Calls, reference: torch.Tensor, sample: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    output = (calls if callable(calls) else calls[0])()
+    if output.isnan().any():
+        return math.inf
+    return relative_error(sample(output), reference)
 
 
 def show(console: Console, title: str, rows: Sequence[Row]) -> None:

@@ -1,9 +1,13 @@
-"""The record that a benchmark leaves: who measured what, on which machine, against whom."""
+"""The record that a benchmark leaves: who measured what, on which machine, against whom.
+
+`python -m benchmarks.results FILE` splits a file that `--out` collected into results/NAME-DEVICE.json.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -144,3 +148,8 @@ def percentile(values: Iterable[float], percent: float) -> float:
     low = math.floor(at)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+if __name__ == "__main__":
+    for written in [target for argument in sys.argv[1:] for target in unpack(Path(argument))]:
+        print(written)

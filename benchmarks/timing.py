@@ -47,8 +47,12 @@ def clear_l2() -> None:
     _l2_sweep(torch.device("cuda", torch.cuda.current_device())).zero_()
 
 
-def time_events(call: Call) -> Timing:
-    """One call between two events, the L2 cleared before each: what a caller without graphs sees of the device."""
+def time_events(calls: Call | Sequence[Call]) -> Timing:
+    """One call between two events, the L2 cleared before each: what a caller without graphs sees of the device.
+
+    Of several calls, which rotate over inputs for `time_graph`, the first is timed.
+    """
+    call = calls if callable(calls) else calls[0]
     for _ in range(3):
         call()
     estimate = _sample(call)

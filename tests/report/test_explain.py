@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,15 @@ def test_picture(tmp_path: Path) -> None:
     assert 10_000 < out.stat().st_size < 150_000
 
 
+def test_without_matplotlib_the_table_is_still_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, output = explain("--lens", "512", "--out", str(tmp_path / "a.png"))
+    assert code == 1
+    assert "makespan" in output
+    assert "error: matplotlib is not installed: pip install evenshare[report]" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -96,7 +106,7 @@ def test_picture(tmp_path: Path) -> None:
         (["--lens", "8", "--heads", "0"], "heads: got 0, want 1 or more"),
         (["--lens", "8", "--block", "0"], "block: got 0, want 1 or more"),
         (["--lens", "8", "--workers", "0"], "workers: got 0, want 1 to 10000"),
-        (["--lens", "8", "--num-splits", "0"], "num_splits: got 0, want 1 to 1000"),
+        (["--lens", "8", "--num-splits", "0"], "num_splits: got 0, want 1 to 50000 for 8 tiles"),
         (["--lens", "8", "--policies", "fastest"], "policy: got 'fastest', want one of data_parallel"),
         (["--lens", "8", "--out", "a.gif"], "out: got 'a.gif', want a name that ends in .png"),
         (["--lens", "8", "--out", "/no/such/folder/a.png"], "want a folder that exists"),

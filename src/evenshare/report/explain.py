@@ -21,7 +21,7 @@ from evenshare.schedule.simulator import Costs, Timeline, simulate
 MAX_TILES = 100_000
 MAX_ITERATIONS = 10_000_000
 MAX_WORKERS = 10_000
-MAX_SPLITS = 1_000
+MAX_PARTS = 400_000
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,9 @@ def explain_command(
             work = gemm_work(_triple("gemm", gemm or ""), _triple("tile", tile))
         if not 1 <= workers <= MAX_WORKERS:
             raise ValueError(f"workers: got {workers}, want 1 to {MAX_WORKERS}")
-        if not 1 <= num_splits <= MAX_SPLITS:
-            raise ValueError(f"num_splits: got {num_splits}, want 1 to {MAX_SPLITS}")
+        most = MAX_PARTS // work.space.num_tiles
+        if not 1 <= num_splits <= most:
+            raise ValueError(f"num_splits: got {num_splits}, want 1 to {most} for {work.space.num_tiles} tiles")
         names = tuple(name.strip() for name in policies.split(","))
         compared = compare(work, workers, names, num_splits)
         timelines = {_label(name, num_splits): timeline for name, timeline in compared.items()}
@@ -168,7 +169,7 @@ def _draw(work: Work, timelines: dict[str, Timeline], out: Path) -> None:
     try:
         save_timelines(draw_timelines(timelines, title=work.title, unit=work.unit), out)
     except ModuleNotFoundError as error:
-        _stop(f"{error.name} is not installed: pip install evenshare[report]", 1)
+        _stop(f"{(error.name or '').split('.')[0]} is not installed: pip install evenshare[report]", 1)
     except OSError as error:
         _stop(f"out: cannot write {out}: {error.strerror or error}", 2)
 

@@ -11,5 +11,5 @@ def read_all(x_ptr, sums_ptr, num_blocks, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
     for block in range(worker, num_blocks, tl.num_programs(0)):
-        total += tl.load(x_ptr + block.to(tl.int64) * BLOCK + lanes)
+        total += tl.load(x_ptr + tl.cast(block, tl.int64) * BLOCK + lanes)
     tl.store(sums_ptr + worker, tl.sum(total, 0))

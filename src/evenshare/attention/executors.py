@@ -12,7 +12,6 @@ from evenshare.attention import launch, reference
 from evenshare.attention.metadata import Batch, move, request_bounds
 from evenshare.attention.problem import Problem
 from evenshare.attention.tiles import TILE_COLUMNS, choose_tile, max_row_tiles, tile_table
-from evenshare.device.guard import device_guard
 from evenshare.device.target import Target
 from evenshare.device.workspace import Workspace, new_workspace
 from evenshare.schedule import DevicePlanner, Plan, RaggedSpace, make_plan
@@ -118,7 +117,7 @@ class TritonExecutor:
             ).to(device)
         else:
             batch = move(batch, device)
-            with device_guard(device):
+            with torch.cuda.device_of(self.tiles):  # the tensors' GPU, not the current one
                 launch.launch_tile_table(
                     problem, self.tile, batch, self.tiles, self.iterations, self.offsets, self.status
                 )
@@ -137,7 +136,7 @@ class TritonExecutor:
         scale: float,
     ) -> None:
         assert self.workspace is not None
-        with device_guard(self.target.device):
+        with torch.cuda.device_of(q):
             launch.launch_forward(
                 self.problem,
                 self.tile,

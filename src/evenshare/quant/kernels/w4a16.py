@@ -13,8 +13,8 @@ place multiplies it by is taken out of the scale. All of it is exact.
 import triton
 import triton.language as tl
 
-from evenshare.device.merge import arrive
-from evenshare.device.segments import first_contributor, partial_slot, share_begin
+from evenshare.device.merge import merge_split_tile
+from evenshare.device.segments import share_begin
 
 LANES = tl.constexpr(16)  # the k of one 16-bit mma, and the smallest group
 # How a code becomes a number: `ZERO_FORM`.
@@ -125,17 +125,7 @@ def w4a16(x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partials_p
                           stride_x_m, stride_x_k, BITS, GROUP_SIZE, ZERO_FORM, BLOCK_M, BLOCK_N, NUM_STAGES)  # fmt: skip
         complete = end - begin == iters_per_tile
         if not complete:
-            tile_begin = split_tile * iters_per_tile
-            slot = partial_slot(worker, tile_begin, tail, num_workers).to(tl.int64)
-            tl.store(partials_ptr + slot * (BLOCK_M * BLOCK_N) + inner, acc)
-            first = first_contributor(tile_begin, tail, num_workers).to(tl.int32)
-            last = first_contributor(tile_begin + iters_per_tile - 1, tail, num_workers).to(tl.int32)
-            complete = arrive(counters_ptr + split_tile, last - first + 1)
-            if complete:
-                # In tile order, its own partial too: the sum does not depend on who arrived last.
-                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                for i in range(0, last - first + 1):
-                    slot = partial_slot(first + i, tile_begin, tail, num_workers).to(tl.int64)
-                    acc += tl.load(partials_ptr + slot * (BLOCK_M * BLOCK_N) + inner)
+            acc, complete = merge_split_tile(acc, partials_ptr, counters_ptr, inner, worker, split_tile, iters_per_tile, tail, num_workers,
+                                             BLOCK_M * BLOCK_N)  # fmt: skip
         if complete:
             _write(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out_n, HAS_BIAS, ACTIVATION)

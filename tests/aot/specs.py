@@ -1,0 +1,226 @@
+"""Every kernel as it is launched on a GPU: types, constants, warps. Imports no torch, so it works beside triton alone.
+
+A kernel is one entry of `all_specs`: its function, the types of its pointers and floats, its constants. What is left is int32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from evenshare.attention.kernels import forward, merge, tile_table
+from evenshare.device import epilogue
+from evenshare.gemm.kernels import matmul
+from evenshare.ops.kernels import append
+from evenshare.quant.kernels import w4a16
+from evenshare.schedule import device_planner
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One compilation of a kernel."""
+
+    name: str
+    kernel: Any  # a jit function
+    constants: dict[str, Any]
+    types: dict[str, str]  # of pointers and floats, as Triton writes them; an argument left out is int32
+    ones: tuple[str, ...] = ()  # strides that are 1, which the launch specialises on
+    unaligned: tuple[str, ...] = ()  # integers that are no multiple of 16
+    num_warps: int = 4
+    tensor_cores: bool = False  # it must use them
+
+    def signature(self) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]]:
+        """(types, constants, attributes) by argument, as the launch would specialise them. Raises ValueError for a wrong name."""
+        types: dict[str, str] = {}
+        constants: dict[tuple[int, ...], Any] = {}
+        attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+        known = {**self.constants, **{name: 1 for name in self.ones}}
+        for index, parameter in enumerate(self.kernel.params):
+            name = parameter.name
+            if name in known:
+                types[name] = "constexpr"
+                constants[index,] = known[name]
+                continue
+            types[name] = self.types.get(name, "i32")
+            integer = types[name] == "i32" and not parameter.do_not_specialize and name not in self.unaligned
+            if types[name].startswith("*") or integer:
+                attributes[index,] = [["tt.divisibility", 16]]
+        named = {*self.constants, *self.types, *self.ones, *self.unaligned}
+        missing = [p.name for p in self.kernel.params if p.is_constexpr and p.name not in self.constants]
+        pointers = [name for name, kind in types.items() if name.endswith("_ptr") and not kind.startswith("*")]
+        if wrong := sorted(named - set(types)) + missing + pointers:
+            raise ValueError(f"{self.name}: got no or a wrong entry for {', '.join(wrong)}")
+        return types, constants, attributes
+
+
+def pointers(kind: str, *names: str) -> dict[str, str]:
+    return {f"{name}_ptr": f"*{kind}" for name in names}
+
+
+def gemm_specs() -> Iterator[Spec]:
+    scratch = {**pointers("fp32", "partials"), **pointers("i32", "counters")}
+    row_major, transposed = ("stride_a_k", "stride_b_n", "stride_out_n"), ("stride_a_k", "stride_b_k", "stride_out_n")
+    strides = ("stride_a_m", "stride_a_k", "stride_b_k", "stride_b_n", "stride_out_m", "stride_out_n")
+    # dtype, (block m, n, k), warps, stages, strides of 1, unaligned arguments, activation
+    cases: list[tuple[str, tuple[int, int, int], int, int, tuple[str, ...], tuple[str, ...], str | None]] = [
+        ("bf16", (128, 128, 64), 8, 3, transposed, (), "gelu"),
+        ("bf16", (128, 128, 64), 8, 3, row_major, (), None),
+        ("fp16", (64, 64, 64), 4, 4, transposed, (), "silu"),
+        ("bf16", (64, 64, 64), 4, 4, row_major, (), None),
+        ("bf16", (16, 64, 128), 4, 4, transposed, (), "gelu_tanh"),
+        ("bf16", (128, 128, 32), 8, 3, (), ("m", "n", "k", *strides), None),
+        ("bf16", (64, 64, 32), 4, 4, (), ("m", "n", "k", *strides), None),
+        ("bf16", (16, 64, 32), 4, 4, (), ("m", "n", "k", *strides), None),
+        ("fp32", (64, 64, 32), 8, 3, transposed, (), "gelu"),
+        ("fp32", (64, 64, 32), 8, 3, (), ("m", "n", "k", *strides), None),
+        ("fp32", (16, 64, 32), 4, 3, row_major, (), "relu"),
+    ]
+    for dtype, block, num_warps, stages, ones, unaligned, activation in cases:
+        constants = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), block, strict=True))
+        constants |= {"NUM_STAGES": stages, "HAS_BIAS": activation is not None}
+        constants["ACTIVATION"] = epilogue.get_activation(activation)
+        layout = "unaligned" if unaligned else "a b.T" if "stride_b_k" in ones else "a b"
+        yield Spec(
+            f"gemm {dtype} {'x'.join(map(str, block))} {layout} {activation or ''}".strip(),
+            matmul.matmul,
+            constants,
+            scratch | pointers(dtype, "a", "b", "bias", "out"),
+            ones,
+            unaligned,
+            num_warps,
+            tensor_cores=dtype != "fp32",
+        )
+
+
+def w4a16_specs() -> Iterator[Spec]:
+    forms = {"symmetric": w4a16.SYMMETRIC, "zeros": w4a16.INTEGER_ZEROS, "offsets": w4a16.FLOAT_OFFSETS}
+    # dtype, bits, group, zero form, block m and n, warps
+    cases = [
+        ("bf16", 4, 128, "symmetric", 16, 64, 4),
+        ("bf16", 4, 32, "offsets", 16, 64, 4),
+        ("fp16", 4, 128, "zeros", 32, 64, 4),
+        ("bf16", 4, 128, "symmetric", 64, 128, 4),
+        ("bf16", 4, 32, "offsets", 128, 128, 8),
+        ("bf16", 8, 32, "symmetric", 16, 64, 4),
+        ("fp32", 4, 32, "offsets", 16, 64, 4),
+        ("fp32", 4, 32, "offsets", 64, 64, 8),
+    ]
+    for dtype, bits, group, form, block_m, block_n, num_warps in cases:
+        scale = "bf16" if dtype == "bf16" else "fp16"
+        constants = {
+            "BITS": bits,
+            "GROUP_SIZE": group,
+            "ZERO_FORM": forms[form].value,
+            "HAS_BIAS": True,
+            "ACTIVATION": epilogue.get_activation("silu" if block_m == 16 else None),
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "NUM_STAGES": 3,
+        }
+        types = pointers(dtype, "x", "bias", "out") | pointers(scale, "scales", "zeros") | pointers("fp32", "partials")
+        types |= pointers("i32", "words", "counters")
+        if form == "zeros":
+            types |= pointers("u8", "zeros")
+        name = f"w{bits}a16 {dtype} {block_m}x{block_n} g{group} {form}"
+        ones = ("stride_x_k", "stride_out_n")
+        yield Spec(
+            name, w4a16.w4a16, constants, types, ones, num_warps=num_warps, tensor_cores=dtype != "fp32"
+        )
+
+
+def attention_specs() -> Iterator[Spec]:
+    shared = pointers("fp32", "lse", "partial_o", "partial_lse")
+    shared |= pointers("i32", "kv_indices", "worker_indptr", "segments", "tiles", "counters", "status")
+    shared |= {name: "fp32" for name in ("sm_scale", "logits_soft_cap", "lse_scale")}
+    plain = {"GROUP": 4, "PAGE_SIZE": 16, "DENSE": False, "SAME_STRIDES": True, "CAUSAL": True, "HAS_WINDOW": False,
+             "HAS_SOFT_CAP": False, "HAS_LSE": True, "PRECISION": "ieee"}  # fmt: skip
+    # dtype, head dim, (block m, n), warps, stages, what differs from `plain`
+    cases: list[tuple[str, int, tuple[int, int], int, int, dict[str, Any]]] = [
+        ("bf16", 128, (16, 128), 4, 3, {}),
+        ("bf16", 128, (16, 128), 4, 3, {"PAGE_SIZE": 1}),
+        ("fp16", 64, (16, 128), 4, 3, {"GROUP": 3, "HAS_WINDOW": True}),
+        ("bf16", 256, (16, 64), 4, 3, {}),
+        ("bf16", 128, (32, 64), 4, 3, {"HAS_SOFT_CAP": True}),
+        ("bf16", 256, (32, 32), 4, 2, {}),
+        ("bf16", 128, (64, 64), 8, 2, {"PAGE_SIZE": 1, "SAME_STRIDES": False}),
+        ("bf16", 128, (128, 64), 8, 3, {}),
+        ("bf16", 128, (128, 64), 8, 3, {"PAGE_SIZE": 0, "HAS_SOFT_CAP": True}),
+        ("fp16", 80, (128, 64), 8, 3, {"PAGE_SIZE": 0, "DENSE": True, "CAUSAL": False, "HAS_WINDOW": True}),
+        ("bf16", 256, (64, 32), 8, 2, {}),
+        ("fp32", 128, (16, 32), 4, 2, {}),
+        ("fp32", 256, (16, 16), 4, 2, {}),
+        ("fp32", 128, (32, 32), 8, 2, {}),
+        ("fp32", 256, (32, 16), 8, 2, {"HAS_SOFT_CAP": True}),
+    ]
+    for dtype, dim, (block_m, block_n), num_warps, stages, changed in cases:
+        block_d = 1 << (dim - 1).bit_length()
+        constants = plain | {"HEAD_DIM": dim, "HEAD_DIM_V": dim, "BLOCK_D": block_d, "BLOCK_DV": block_d} | changed
+        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "NUM_STAGES": stages}
+        details = ", ".join(f"{name.lower()}={value}" for name, value in changed.items())
+        yield Spec(
+            f"attention {dtype} D={dim} {block_m}x{block_n} {details}".strip(),
+            forward.forward,
+            constants,
+            shared | pointers(dtype, "q", "k", "v", "out"),
+            ("stride_lse_head",),
+            ("window_left", "num_kv_heads", "num_q_starts", "num_q_tokens", "num_pages", "num_indices"),
+            num_warps,
+            tensor_cores=dtype != "fp32",
+        )
+
+
+def merge_specs() -> Iterator[Spec]:
+    constants = {"HEAD_DIM": 128, "BLOCK_M": 16, "BLOCK_D": 128}
+    types = pointers("fp32", "lse", "lse_a", "lse_b", "lse_out") | {"log2_base": "fp32"}
+    for name, tensors in (("merge_state", ("o_a", "o_b", "out")), ("merge_states", ("o", "out"))):
+        kernel = getattr(merge, name)
+        own = {argument: kind for argument, kind in types.items() if argument in kernel.arg_names}
+        yield Spec(name, kernel, constants, own | pointers("bf16", *tensors), ("stride_out_dim",), ("num_rows", "num_heads"))
+
+
+def small_specs() -> Iterator[Spec]:
+    """Kernels of indices: planning, the tile table, appending to a cache."""
+    for form in (0, 1, 2):
+        shared = {"HAS_QO": True, "FORM": form, "PAGE_SIZE": 16 if form else 0, "GROUP": 4, "BLOCK_M": 16}
+        lengths = pointers("i32", "qo_indptr", "kv_indptr", "kv_lens", "offsets")
+        counts = ("batch", "max_tiles", "table_stride", "table_width", "num_indices")
+        yield Spec(
+            f"tile_offsets form {form}", tile_table.tile_offsets, shared | {"BLOCK": 1024}, lengths | pointers("i32", "status"),
+            unaligned=counts,
+        )  # fmt: skip
+        constants = shared | {"CAUSAL": True, "HAS_WINDOW": True, "BLOCK_N": 128, "BLOCK": 128}
+        types = lengths | pointers("i32", "tiles", "iterations")
+        yield Spec(
+            f"tile_table form {form}", tile_table.tile_table, constants, types, unaligned=(*counts, "window_left")
+        )
+    rows = pointers("i32", "iterations", "status", "worker_indptr", "segments", "waves", "rank_cum", "cut_cum", "split_cum",
+                    "part_cum", "slot_cum") | pointers("i64", "cost_cum", "bound")  # fmt: skip
+    sizes = ("num_rows", "inner", "overhead", "parameter", "num_workers", "max_segments")
+    blocks = {"BLOCK": 1024, "WORKER_BLOCK": 512}
+    planners: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+        ("measure_shares", blocks | {"LEVEL": False}, {}),
+        ("measure_shares", blocks | {"LEVEL": True}, {}),
+        ("fill_shares", {"BLOCK": 128}, {}),
+        *(("measure_parts", blocks | {"CUT": cut}, pointers("i64", "part_cum")) for cut in (0, 1, 2)),
+        *(("fill_parts", {"CUT": cut, "BLOCK": 128}, pointers("i64", "part_cum")) for cut in (0, 1, 2)),
+    ]
+    for name, constants, changed in planners:
+        kernel = getattr(device_planner, name)
+        types = {argument: kind for argument, kind in (rows | changed).items() if argument in kernel.arg_names}
+        unaligned = tuple(size for size in sizes if size in kernel.arg_names)
+        details = " ".join(f"{key.lower()}={value}" for key, value in constants.items() if key in ("LEVEL", "CUT"))
+        yield Spec(f"{name} {details}".strip(), kernel, constants, types, unaligned=unaligned)
+    for has_indptr in (False, True):
+        types = pointers("bf16", "k", "v", "k_cache", "v_cache")
+        types |= pointers("i32", "batch_indices", "positions", "kv_indptr", "table")
+        constants = {"HAS_INDPTR": has_indptr, "HEAD_DIM": 128, "HEAD_DIM_V": 128, "BLOCK_M": 4, "BLOCK_D": 128}
+        ones = ("stride_batch", "stride_position", "stride_k_dim", "stride_v_dim", "stride_kc_dim", "stride_vc_dim")
+        counts = ("num_rows", "num_heads", "num_requests", "num_entries", "table_width", "num_pages")
+        yield Spec(
+            f"append {'indptr' if has_indptr else 'block table'}", append.append_paged_kv_cache, constants, types, ones, counts
+        )
+
+
+def all_specs() -> list[Spec]:
+    return [*gemm_specs(), *w4a16_specs(), *attention_specs(), *merge_specs(), *small_specs()]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+# Before torch's import: parallel test processes share the cores, and OpenMP threads that spin for one another would stand still.
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+
 import torch
 
 if not torch.cuda.is_available():

@@ -28,7 +28,9 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 @pytest.fixture(scope="module", params=["llama", "llama-untied", "qwen2"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, list[list[int]]]:
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[LoadedModel, list[list[int]]]:
     """A model and what transformers generates after each prompt."""
     architecture, _, form = request.param.partition("-")
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
@@ -99,6 +101,8 @@ def test_stop_token_ends_the_answer(case: tuple[LoadedModel, list[list[int]]]) -
         ([1] * 510, {"max_new_tokens": 4}, "got 510 \\+ 4, want at most the model's 512"),
     ],
 )
-def test_refused_requests(case: tuple[LoadedModel, list[list[int]]], prompt: list[int], options: dict, message: str) -> None:
+def test_refused_requests(
+    case: tuple[LoadedModel, list[list[int]]], prompt: list[int], options: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         stream_tokens(case[0], prompt, **options)

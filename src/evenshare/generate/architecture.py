@@ -59,7 +59,9 @@ def model_class(architecture: Architecture) -> type[PreTrainedModel]:
     return getattr(module, architecture.model_class)
 
 
-def make_config(architecture: Architecture, metadata: Mapping[str, Any], *, tied: bool, attention_bias: bool) -> PreTrainedConfig:
+def make_config(
+    architecture: Architecture, metadata: Mapping[str, Any], *, tied: bool, attention_bias: bool
+) -> PreTrainedConfig:
     """transformers' configuration of the model in the file.
 
     tied: the output head is the token embedding. attention_bias: the file has biases for q, k and v.
@@ -75,7 +77,9 @@ def make_config(architecture: Architecture, metadata: Mapping[str, Any], *, tied
         return value
 
     if metadata.get(f"{prefix}.expert_count"):
-        raise ModelFileError(f"{prefix}.expert_count: got {metadata[f'{prefix}.expert_count']}, want a model without experts")
+        raise ModelFileError(
+            f"{prefix}.expert_count: got {metadata[f'{prefix}.expert_count']}, want a model without experts"
+        )
     heads = want("attention.head_count")
     head_dim = metadata.get(f"{prefix}.attention.key_length", want("embedding_length") // heads)
     if (rotated := metadata.get(f"{prefix}.rope.dimension_count", head_dim)) != head_dim:

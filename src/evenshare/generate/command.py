@@ -96,8 +96,10 @@ def _answer_one(loaded: LoadedModel, request: Request) -> None:
     started = time.perf_counter()
     times = []
     text = TextStream(loaded.tokenizer)
-    options = {"max_new_tokens": request.max_new_tokens, "temperature": request.temperature, "seed": request.seed}
-    for token in stream_tokens(loaded, ids, **options):
+    tokens = stream_tokens(
+        loaded, ids, max_new_tokens=request.max_new_tokens, temperature=request.temperature, seed=request.seed
+    )
+    for token in tokens:
         times.append(time.perf_counter())
         print(text.push(token), end="", flush=True)
     print(text.finish(), flush=True)

@@ -34,7 +34,9 @@ def check_request(loaded: LoadedModel, prompt: Sequence[int], max_new_tokens: in
         raise ValueError("prompt: got no tokens, want at least one")
     limit = loaded.model.config.max_position_embeddings
     if len(prompt) + max_new_tokens > limit:
-        raise ValueError(f"prompt + max_new_tokens: got {len(prompt)} + {max_new_tokens}, want at most the model's {limit} positions")
+        raise ValueError(
+            f"prompt + max_new_tokens: got {len(prompt)} + {max_new_tokens}, want at most the model's {limit} positions"
+        )
 
 
 def stream_tokens(
@@ -117,7 +119,9 @@ def batch_tokens(
     answers = list(results.values())  # in the order of the prompts
     errors = [answer.error for answer in answers if answer.error is not None]
     if errors or len(answers) != len(prompts):
-        raise RuntimeError(f"continuous batching: {len(answers)} of {len(prompts)} prompts answered; {'; '.join(errors)}")
+        raise RuntimeError(
+            f"continuous batching: {len(answers)} of {len(prompts)} prompts answered; {'; '.join(errors)}"
+        )
     return [[token for token in answer.generated_tokens if token not in stops] for answer in answers]
 
 

@@ -27,7 +27,9 @@ def run() -> None:
     console.print(_backends())
     model = cached_model()
     console.print(f"cache: {cache_dir()}", soft_wrap=True)
-    console.print(f"default model: {SMOLLM2.name}: {'fetched' if model else 'not fetched yet (evenshare generate does it)'}")
+    console.print(
+        f"default model: {SMOLLM2.name}: {'fetched' if model else 'not fetched yet (evenshare generate does it)'}"
+    )
 
 
 def _versions() -> Table:
@@ -48,7 +50,10 @@ def devices() -> list[tuple[torch.device, str]]:
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         found.append(
-            (torch.device("cuda", i), f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs")
+            (
+                torch.device("cuda", i),
+                f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs",
+            )
         )
     return found
 
@@ -59,7 +64,9 @@ def why(device: torch.device) -> str:
         return "portable Triton kernels: compiled at first use, any GPU that Triton supports"
     if interpreter_active():
         return "plain torch; backend='triton' runs the kernels in Triton's interpreter (TRITON_INTERPRET=1), for tests"
-    return "plain torch with its int4 kernel in bfloat16; Triton has no CPU compiler (its interpreter: TRITON_INTERPRET=1)"
+    return (
+        "plain torch with its int4 kernel in bfloat16; Triton has no CPU compiler (its interpreter: TRITON_INTERPRET=1)"
+    )
 
 
 def _backends() -> Table:
@@ -67,5 +74,7 @@ def _backends() -> Table:
     for device, description in devices():
         backend = select_target(device).backend
         for i, operator in enumerate(OPERATORS):
-            table.add_row(f"{device}\n{description}" if i == 0 else "", operator, backend, why(device) if i == 0 else "")
+            table.add_row(
+                f"{device}\n{description}" if i == 0 else "", operator, backend, why(device) if i == 0 else ""
+            )
     return table

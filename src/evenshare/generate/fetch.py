@@ -16,7 +16,9 @@ from typing import IO
 
 from evenshare.generate.errors import FetchError
 
-_CHUNK = 1 << 20  # bytes read at a time: large enough to keep hashing at full speed, small enough not to matter in memory
+_CHUNK = (
+    1 << 20
+)  # bytes read at a time: large enough to keep hashing at full speed, small enough not to matter in memory
 
 
 @dataclass(frozen=True)
@@ -138,4 +140,6 @@ def file_sha256(path: Path) -> str:
 def _verify(path: Path, want: str) -> None:
     got = file_sha256(path)
     if got != want:
-        raise FetchError(f"{path.name}: got SHA-256 {got}, want {want}; the download is damaged or not the file it should be")
+        raise FetchError(
+            f"{path.name}: got SHA-256 {got}, want {want}; the download is damaged or not the file it should be"
+        )

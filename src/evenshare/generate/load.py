@@ -64,7 +64,9 @@ def load_model(
     try:
         return _load_gguf(read_gguf(path), target, dtype, backend)
     except FileNotFoundError as error:
-        raise ModelFileError(f"model: got {path}, which does not exist; want a GGUF file or a Hugging Face folder") from error
+        raise ModelFileError(
+            f"model: got {path}, which does not exist; want a GGUF file or a Hugging Face folder"
+        ) from error
     except GGUFError as error:
         raise ModelFileError(f"model: {error}") from error
 
@@ -151,15 +153,15 @@ def _weights(
         module, leaf = _module_name(file, name)
         if not module:
             continue
-        tensor = file[name]
+        tensor: Any = file[name]
+        rows = None
         if architecture.interleaved_rope and module.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
             rows = half_split_rows(tensor.shape[0], heads)
-            tensor = tensor.take_rows(rows) if isinstance(tensor, QuantizedWeight) else tensor[rows]
         if isinstance(tensor, QuantizedWeight):
-            quantized[module] = tensor.to(device)
+            quantized[module] = (tensor if rows is None else tensor.take_rows(rows)).to(device)
         else:
-            plain[f"{module}.{leaf}"] = tensor
+            plain[f"{module}.{leaf}"] = tensor if rows is None else tensor[rows]
     return quantized, plain
 
 

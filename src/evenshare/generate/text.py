@@ -37,7 +37,9 @@ class TextStream:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._start = 0  # of the line that is being decoded: earlier ones are done, so the cost does not grow with the text
+        self._start = (
+            0  # of the line that is being decoded: earlier ones are done, so the cost does not grow with the text
+        )
         self._sent = 0  # characters of that line given out
 
     def push(self, token: int) -> str:

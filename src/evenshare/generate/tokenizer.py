@@ -26,7 +26,8 @@ _CONTROL, _USER_DEFINED = 3, 4
 
 # How text is cut into words before byte-pair merging, by `tokenizer.ggml.pre`. None: GPT-2's own rule.
 _WORDS_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _WORDS_QWEN2 = _WORDS_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _WORDS = {
@@ -114,7 +115,11 @@ def build_bpe(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]
+        [
+            AddedToken(t, normalized=False, special=True)
+            for t, kind in zip(tokens, kinds, strict=False)
+            if kind == _CONTROL
+        ]
     )
     tokenizer.add_tokens(
         [AddedToken(t, normalized=False) for t, kind in zip(tokens, kinds, strict=False) if kind == _USER_DEFINED]
@@ -135,7 +140,9 @@ def build_bpe(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         tokenizer.post_processor = processors.Sequence(
             [
                 processors.ByteLevel(trim_offsets=False),
-                processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, metadata["tokenizer.ggml.bos_token_id"])]),
+                processors.TemplateProcessing(
+                    single=f"{bos} $A", special_tokens=[(bos, metadata["tokenizer.ggml.bos_token_id"])]
+                ),
             ]
         )
     return PreTrainedTokenizerFast(

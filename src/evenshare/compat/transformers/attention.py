@@ -39,14 +39,18 @@ def padding_mask(
     Raises ValueError for a cache of fixed length (StaticCache), whose unused tail would be attended to.
     """
     if isinstance(q_offset, torch.Tensor) or kv_length + kv_offset > q_offset + q_length:
-        raise ValueError("past_key_values: got a cache of fixed length, want a DynamicCache (evenshare plans ragged lengths)")
+        raise ValueError(
+            "past_key_values: got a cache of fixed length, want a DynamicCache (evenshare plans ragged lengths)"
+        )
     if attention_mask is None:
         return None
     attention_mask = attention_mask[:, kv_offset : kv_offset + kv_length]
     return None if bool(attention_mask.all()) else attention_mask.bool()
 
 
-def attention_options(module: nn.Module, scaling: float | None, dropout: float, kwargs: dict[str, Any]) -> dict[str, Any]:
+def attention_options(
+    module: nn.Module, scaling: float | None, dropout: float, kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Options of `evenshare.attention.attention` from what transformers' models pass.
 
     Raises NotImplementedError for dropout and attention sinks.

@@ -23,7 +23,7 @@ FUSABLE = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwe
 
 
 def fuse_layers(model: nn.Module) -> bool:
-    """Replace the decoder layers by a `FusedStack` if all are of a known kind and their linears are `QuantLinear`s that can be joined.
+    """Replace the decoder layers by a `FusedStack` if all are of a known kind and their `QuantLinear`s can be joined.
 
     model: a transformers model with `model.model.layers` and `model.model.rotary_emb`. Returns whether it was changed: all
     layers are replaced or none, because they share the rotary embedding.
@@ -38,14 +38,13 @@ def fuse_layers(model: nn.Module) -> bool:
     return True
 
 
-def _fuse(layer: nn.Module) -> FusedLayer | None:
-    if type(layer).__name__ not in FUSABLE or layer.self_attn.config.hidden_act != "silu":  # type: ignore[union-attr]
+def _fuse(layer: Any) -> FusedLayer | None:
+    if type(layer).__name__ not in FUSABLE or layer.self_attn.config.hidden_act != "silu":
         return None
     attn, mlp = layer.self_attn, layer.mlp
-    qkv = _join(attn.q_proj, attn.k_proj, attn.v_proj)  # type: ignore[union-attr]
-    gate_up = _join(mlp.gate_proj, mlp.up_proj)  # type: ignore[union-attr]
-    rest = (attn.o_proj, mlp.down_proj)  # type: ignore[union-attr]
-    if qkv is None or gate_up is None or not all(isinstance(linear, QuantLinear) for linear in rest):
+    qkv = _join(attn.q_proj, attn.k_proj, attn.v_proj)
+    gate_up = _join(mlp.gate_proj, mlp.up_proj)
+    if qkv is None or gate_up is None or not all(isinstance(x, QuantLinear) for x in (attn.o_proj, mlp.down_proj)):
         return None
     return FusedLayer(layer, qkv, gate_up)
 

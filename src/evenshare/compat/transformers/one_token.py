@@ -63,7 +63,9 @@ class TokenLoop:
             rotated = heads[:rotated_heads]
             torch.addcmul(rotated * cos, rotated.roll(half, 1), sin, out=rotated)
             slot.copy_(heads[q_heads:].view(slot.shape))
-            packed = heads[:q_heads].view(1, kv_heads, -1, head_dim)  # the query heads of a KV head as rows of one matrix
+            packed = heads[:q_heads].view(
+                1, kv_heads, -1, head_dim
+            )  # the query heads of a KV head as rows of one matrix
             out = F.scaled_dot_product_attention(packed, keys, values, scale=self.scaling)
             x.add_(product(out.view(1, -1), *step.o))
             scale = (norm_of(x, dtype=torch.float32).item() ** 2 / width + eps) ** -0.5

@@ -31,7 +31,9 @@ class QuantLinear(_HoldsWeight):
     forward: x [..., k], float32, float16 or bfloat16 -> [..., n] in x's dtype.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, backend: str | None = None) -> None:
+    def __init__(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, backend: str | None = None
+    ) -> None:
         super().__init__(weight)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.out_features, self.in_features = weight.shape
@@ -67,9 +69,7 @@ class QuantEmbedding(_HoldsWeight):
         return f"{self.num_embeddings}, {self.embedding_dim}, bits={self.quantized.bits}"
 
 
-def replace_linears(
-    model: nn.Module, weights: Mapping[str, QuantizedWeight], *, backend: str | None = None
-) -> None:
+def replace_linears(model: nn.Module, weights: Mapping[str, QuantizedWeight], *, backend: str | None = None) -> None:
     """Put a `QuantLinear` in the place of each nn.Linear named in `weights` (as in `model.named_modules()`), keeping its bias.
 
     The linear's own weight is dropped unread, so it may be on the meta device.
@@ -81,6 +81,8 @@ def replace_linears(
         except AttributeError as error:
             raise KeyError(f"weights[{name!r}]: the model has no module of that name") from error
         if not isinstance(linear, nn.Linear) or (linear.out_features, linear.in_features) != weight.shape:
-            raise ValueError(f"weights[{name!r}]: got shape {weight.shape}, want that of a linear, but the model has {linear}")
+            raise ValueError(
+                f"weights[{name!r}]: got shape {weight.shape}, want that of a linear, but the model has {linear}"
+            )
         bias = None if linear.bias is None else linear.bias.detach()
         model.set_submodule(name, QuantLinear(weight, bias, backend=backend))

@@ -61,12 +61,13 @@ def oracle(path: str) -> LlamaForCausalLM:
     return model.eval()
 
 
-def test_greedy_tokens_are_those_of_transformers() -> None:
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_greedy_tokens_are_those_of_transformers(place: str) -> None:
     try:
         path = fetch_model()
     except FetchError as error:
         pytest.skip(f"the model is not in the cache and cannot be fetched: {error}")
-    loaded = load_model(path, "cpu", torch.float32)
+    loaded = load_model(path, place, torch.float32)
     loaded.model.generation_config.eos_token_id = None  # 64 tokens of each, past the answer's end
     prompts = [encode_prompt(loaded.tokenizer, prompt) for prompt in PROMPTS]
     single = [list(stream_tokens(loaded, prompt, max_new_tokens=NEW_TOKENS)) for prompt in prompts]

@@ -27,15 +27,21 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
         yield
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest) -> str:
+    """Where the model under test runs; transformers' oracle stays on the CPU."""
+    return request.param
+
+
 @pytest.fixture(scope="module", params=["llama", "llama-untied", "qwen2"])
 def case(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, place: str
 ) -> tuple[LoadedModel, list[list[int]]]:
     """A model and what transformers generates after each prompt."""
     architecture, _, form = request.param.partition("-")
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
     oracle = write_model(path, architecture, tied=form != "untied")
-    loaded = load_model(path, "cpu", torch.float32)
+    loaded = load_model(path, place, torch.float32)
     want = [greedy(oracle, prompt, NEW_TOKENS) for prompt in prompts(oracle.config.vocab_size)]
     assert all(len(set(tokens)) > NEW_TOKENS // 4 for tokens in want)  # a model that repeats itself would hide faults
     return loaded, want

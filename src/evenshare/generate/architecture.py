@@ -53,6 +53,15 @@ def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
     return ARCHITECTURES[name]
 
 
+def head_counts(metadata: Mapping[str, Any]) -> tuple[int, int]:
+    """(query heads, KV heads). Raises ModelFileError if the file does not say."""
+    prefix = metadata["general.architecture"]
+    heads = metadata.get(f"{prefix}.attention.head_count")
+    if not isinstance(heads, int):
+        raise ModelFileError(f"{prefix}.attention.head_count: got {heads!r}, want a number")
+    return heads, metadata.get(f"{prefix}.attention.head_count_kv", heads)
+
+
 def model_class(architecture: Architecture) -> type[PreTrainedModel]:
     """transformers' class; imports that model's module only, which is most of the time of importing transformers."""
     module = importlib.import_module(f"transformers.models.{architecture.module}.modeling_{architecture.module}")
@@ -80,7 +89,7 @@ def make_config(
         raise ModelFileError(
             f"{prefix}.expert_count: got {metadata[f'{prefix}.expert_count']}, want a model without experts"
         )
-    heads = want("attention.head_count")
+    heads, kv_heads = head_counts(metadata)
     head_dim = metadata.get(f"{prefix}.attention.key_length", want("embedding_length") // heads)
     if (rotated := metadata.get(f"{prefix}.rope.dimension_count", head_dim)) != head_dim:
         raise ModelFileError(f"{prefix}.rope.dimension_count: got {rotated}, want the head dimension {head_dim}")
@@ -92,7 +101,7 @@ def make_config(
         intermediate_size=want("feed_forward_length"),
         num_hidden_layers=want("block_count"),
         num_attention_heads=heads,
-        num_key_value_heads=metadata.get(f"{prefix}.attention.head_count_kv", heads),
+        num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=want("context_length"),
         rms_norm_eps=want("attention.layer_norm_rms_epsilon"),

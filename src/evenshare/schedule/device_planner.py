@@ -53,7 +53,7 @@ def _upper_bound(array_ptr, size, value, mask):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "inner", "parameter", "num_workers", "max_segments"])
 def measure_parts(iterations_ptr, part_cum_ptr, slot_cum_ptr, split_cum_ptr, worker_indptr_ptr, status_ptr,
                   num_rows, inner, parameter, num_workers, max_segments,
                   CUT: tl.constexpr, BLOCK: tl.constexpr, WORKER_BLOCK: tl.constexpr):  # fmt: skip
@@ -81,7 +81,7 @@ def measure_parts(iterations_ptr, part_cum_ptr, slot_cum_ptr, split_cum_ptr, wor
     tl.store(worker_indptr_ptr + workers, indptr, mask=workers <= num_workers)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "inner", "parameter", "num_workers", "max_segments"])
 def fill_parts(iterations_ptr, part_cum_ptr, slot_cum_ptr, split_cum_ptr, worker_indptr_ptr, segments_ptr,
                num_rows, inner, parameter, num_workers, max_segments, CUT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Part c of all goes to worker c mod P, as its (c // P)-th segment. Rows past the last segment become zero."""
@@ -135,7 +135,7 @@ def _cost_before(rank, cost_cum_ptr, rank_cum_ptr, iterations_ptr, num_rows, inn
     return cost, tl.where(inside, own, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "inner", "overhead", "num_workers"])
 def measure_shares(iterations_ptr, cost_cum_ptr, rank_cum_ptr, bound_ptr, cut_cum_ptr, split_cum_ptr, waves_ptr,
                    worker_indptr_ptr, status_ptr, num_rows, inner, overhead, num_workers,
                    LEVEL: tl.constexpr, BLOCK: tl.constexpr, WORKER_BLOCK: tl.constexpr):  # fmt: skip
@@ -214,7 +214,7 @@ def measure_shares(iterations_ptr, cost_cum_ptr, rank_cum_ptr, bound_ptr, cut_cu
     tl.store(status_ptr, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "inner", "num_workers", "max_segments"])
 def fill_shares(iterations_ptr, rank_cum_ptr, bound_ptr, cut_cum_ptr, split_cum_ptr, waves_ptr, worker_indptr_ptr, segments_ptr,
                 num_rows, inner, num_workers, max_segments, BLOCK: tl.constexpr):  # fmt: skip
     """Segment s: its worker by search in worker_indptr; whole tiles of the waves first, then the worker's share of the tail."""

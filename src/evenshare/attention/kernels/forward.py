@@ -125,7 +125,8 @@ def _attend(q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_st
     return new_peak, total, acc, bad
 
 
-@triton.jit
+# Sizes of the batch are not specialised on: no compilation for a batch of one, or of a multiple of 16.
+@triton.jit(do_not_specialize=["window_left", "num_q_starts", "num_q_tokens", "num_pages", "num_indices"])
 def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
             partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
             sm_scale, logits_soft_cap, lse_scale, window_left, num_kv_heads, num_q_starts, num_q_tokens, num_pages, num_indices,

@@ -49,7 +49,8 @@ def request_bounds(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, r, mask, table_str
     return q_start, qo_len, kv_start, kv_len, (bad | bad_q) & mask
 
 
-@triton.jit
+# Sizes of the batch are not specialised on: no compilation for a batch of one, or of a multiple of 16.
+@triton.jit(do_not_specialize=["batch", "max_tiles", "table_stride", "table_width", "num_indices"])
 def tile_offsets(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, offsets_ptr, status_ptr, batch, max_tiles,
                  table_stride, table_width, num_indices, HAS_QO: tl.constexpr, FORM: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
@@ -72,7 +73,7 @@ def tile_offsets(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, offsets_ptr, status_
     tl.store(status_ptr, status)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "max_tiles", "table_stride", "table_width", "num_indices", "window_left"])
 def tile_table(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, offsets_ptr, tiles_ptr, iterations_ptr, batch, max_tiles, table_stride,
                table_width, num_indices, window_left,
                HAS_QO: tl.constexpr, FORM: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,

@@ -19,12 +19,6 @@ ROWS = [1, 8, 16, 32, 64, 128]
 MAX_ERROR = 1e-2  # weights rounded to bf16 once, output once
 
 
-def unpack_codes(weight: QuantizedWeight) -> torch.Tensor:
-    """uint8 [n, k], one code each."""
-    pairs = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1)
-    return pairs.flatten(1)[:, : weight.k]
-
-
 def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32 [n, k] of symmetric codes."""
     return (codes.float() - 8) * scales.float().repeat_interleave(GROUP_SIZE, dim=1)
@@ -33,7 +27,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def measure(bench: harness.Bench, weights: list[QuantizedWeight], m: int) -> Row:
     """weights: copies of one weight that together pass the L2."""
     n, k = weights[0].shape
-    codes, scales = unpack_codes(weights[0]), weights[0].scales
+    codes, scales = weights[0].unpacked_codes(), weights[0].scales
     dense = dequantize(codes, scales)
     x = torch.randn(m, k, dtype=torch.bfloat16, device=bench.device)
     outs = [torch.full((m, n), float("nan"), dtype=x.dtype, device=bench.device) for _ in weights]

@@ -148,7 +148,7 @@ def test_decode_of_equal_lengths_has_dense_peers() -> None:
 
 def test_w4a16_reference_is_what_the_codes_mean() -> None:
     weight = quantize(torch.randn(8, 256), w4a16.GROUP_SIZE)
-    dense = w4a16.dequantize(w4a16.unpack_codes(weight), weight.scales)
+    dense = w4a16.dequantize(weight.unpacked_codes(), weight.scales)
     x = torch.randn(3, 256)
     from evenshare import w4a16_matmul
 

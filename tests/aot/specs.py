@@ -5,6 +5,7 @@ A kernel is one entry of `all_specs`: its function, the types of its pointers an
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from evenshare.gemm.kernels import matmul
 from evenshare.ops.kernels import append
 from evenshare.quant.kernels import w4a16
 from evenshare.schedule import device_planner
+
+# ptxas keeps a few registers on the stack around the calls that divide 64-bit integers, outside the loops.
+AROUND_CALLS = 8
 
 
 @dataclass(frozen=True)
@@ -29,25 +33,28 @@ class Spec:
     unaligned: tuple[str, ...] = ()  # integers that are no multiple of 16
     num_warps: int = 4
     tensor_cores: bool = False  # it must use them
+    known_spills: int = (
+        0  # LDL and STL instructions that are accepted, over all versions and architectures; more is a fault
+    )
 
     def signature(self) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]]:
         """(types, constants, attributes) by argument, as the launch would specialise them. Raises ValueError for a wrong name."""
         types: dict[str, str] = {}
         constants: dict[tuple[int, ...], Any] = {}
         attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-        known = {**self.constants, **{name: 1 for name in self.ones}}
-        for index, parameter in enumerate(self.kernel.params):
-            name = parameter.name
+        known = {**self.constants, **dict.fromkeys(self.ones, 1)}
+        parameters = inspect.signature(self.kernel.fn).parameters
+        unspecialized = {*self.unaligned, *(getattr(self.kernel, "do_not_specialize", None) or ())}
+        for index, name in enumerate(parameters):
             if name in known:
                 types[name] = "constexpr"
                 constants[index,] = known[name]
                 continue
             types[name] = self.types.get(name, "i32")
-            integer = types[name] == "i32" and not parameter.do_not_specialize and name not in self.unaligned
-            if types[name].startswith("*") or integer:
+            if types[name].startswith("*") or (types[name] == "i32" and name not in unspecialized):
                 attributes[index,] = [["tt.divisibility", 16]]
         named = {*self.constants, *self.types, *self.ones, *self.unaligned}
-        missing = [p.name for p in self.kernel.params if p.is_constexpr and p.name not in self.constants]
+        missing = [name for name in parameters if name.isupper() and name not in self.constants]
         pointers = [name for name, kind in types.items() if name.endswith("_ptr") and not kind.startswith("*")]
         if wrong := sorted(named - set(types)) + missing + pointers:
             raise ValueError(f"{self.name}: got no or a wrong entry for {', '.join(wrong)}")
@@ -90,6 +97,7 @@ def gemm_specs() -> Iterator[Spec]:
             unaligned,
             num_warps,
             tensor_cores=dtype != "fp32",
+            known_spills=AROUND_CALLS if dtype == "fp32" else 0,
         )
 
 
@@ -124,36 +132,34 @@ def w4a16_specs() -> Iterator[Spec]:
             types |= pointers("u8", "zeros")
         name = f"w{bits}a16 {dtype} {block_m}x{block_n} g{group} {form}"
         ones = ("stride_x_k", "stride_out_n")
-        yield Spec(
-            name, w4a16.w4a16, constants, types, ones, num_warps=num_warps, tensor_cores=dtype != "fp32"
-        )
+        yield Spec(name, w4a16.w4a16, constants, types, ones, num_warps=num_warps, tensor_cores=dtype != "fp32")
 
 
 def attention_specs() -> Iterator[Spec]:
     shared = pointers("fp32", "lse", "partial_o", "partial_lse")
     shared |= pointers("i32", "kv_indices", "worker_indptr", "segments", "tiles", "counters", "status")
-    shared |= {name: "fp32" for name in ("sm_scale", "logits_soft_cap", "lse_scale")}
+    shared |= dict.fromkeys(("sm_scale", "logits_soft_cap", "lse_scale"), "fp32")
     plain = {"GROUP": 4, "PAGE_SIZE": 16, "DENSE": False, "SAME_STRIDES": True, "CAUSAL": True, "HAS_WINDOW": False,
              "HAS_SOFT_CAP": False, "HAS_LSE": True, "PRECISION": "ieee"}  # fmt: skip
-    # dtype, head dim, (block m, n), warps, stages, what differs from `plain`
-    cases: list[tuple[str, int, tuple[int, int], int, int, dict[str, Any]]] = [
-        ("bf16", 128, (16, 128), 4, 3, {}),
-        ("bf16", 128, (16, 128), 4, 3, {"PAGE_SIZE": 1}),
-        ("fp16", 64, (16, 128), 4, 3, {"GROUP": 3, "HAS_WINDOW": True}),
-        ("bf16", 256, (16, 64), 4, 3, {}),
-        ("bf16", 128, (32, 64), 4, 3, {"HAS_SOFT_CAP": True}),
-        ("bf16", 256, (32, 32), 4, 2, {}),
-        ("bf16", 128, (64, 64), 8, 2, {"PAGE_SIZE": 1, "SAME_STRIDES": False}),
-        ("bf16", 128, (128, 64), 8, 3, {}),
-        ("bf16", 128, (128, 64), 8, 3, {"PAGE_SIZE": 0, "HAS_SOFT_CAP": True}),
-        ("fp16", 80, (128, 64), 8, 3, {"PAGE_SIZE": 0, "DENSE": True, "CAUSAL": False, "HAS_WINDOW": True}),
-        ("bf16", 256, (64, 32), 8, 2, {}),
-        ("fp32", 128, (16, 32), 4, 2, {}),
-        ("fp32", 256, (16, 16), 4, 2, {}),
-        ("fp32", 128, (32, 32), 8, 2, {}),
-        ("fp32", 256, (32, 16), 8, 2, {"HAS_SOFT_CAP": True}),
+    # dtype, head dim, (block m, n), warps, stages, known spills, what differs from `plain`
+    cases: list[tuple[str, int, tuple[int, int], int, int, int, dict[str, Any]]] = [
+        ("bf16", 128, (16, 128), 4, 3, 36, {}),
+        ("bf16", 128, (16, 128), 4, 3, 36, {"PAGE_SIZE": 1}),
+        ("fp16", 64, (16, 128), 4, 3, 0, {"GROUP": 3, "HAS_WINDOW": True}),
+        ("bf16", 256, (16, 64), 4, 3, 20, {}),
+        ("bf16", 128, (32, 64), 4, 3, 4, {"HAS_SOFT_CAP": True}),
+        ("bf16", 256, (32, 32), 4, 2, 46, {}),
+        ("bf16", 128, (64, 64), 8, 2, 66, {"PAGE_SIZE": 1, "SAME_STRIDES": False}),
+        ("bf16", 128, (128, 64), 8, 3, 47, {}),
+        ("bf16", 128, (128, 64), 8, 3, 14, {"PAGE_SIZE": 0, "HAS_SOFT_CAP": True}),
+        ("fp16", 80, (128, 64), 8, 3, 10, {"PAGE_SIZE": 0, "DENSE": True, "CAUSAL": False, "HAS_WINDOW": True}),
+        ("bf16", 256, (64, 32), 8, 2, 749, {}),
+        ("fp32", 128, (16, 32), 4, 2, 271, {}),
+        ("fp32", 256, (16, 16), 4, 2, 1261, {}),
+        ("fp32", 128, (32, 32), 8, 2, 277, {}),
+        ("fp32", 256, (32, 16), 8, 2, 5033, {"HAS_SOFT_CAP": True}),
     ]
-    for dtype, dim, (block_m, block_n), num_warps, stages, changed in cases:
+    for dtype, dim, (block_m, block_n), num_warps, stages, known_spills, changed in cases:
         block_d = 1 << (dim - 1).bit_length()
         constants = plain | {"HEAD_DIM": dim, "HEAD_DIM_V": dim, "BLOCK_D": block_d, "BLOCK_DV": block_d} | changed
         constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "NUM_STAGES": stages}
@@ -167,16 +173,19 @@ def attention_specs() -> Iterator[Spec]:
             ("window_left", "num_kv_heads", "num_q_starts", "num_q_tokens", "num_pages", "num_indices"),
             num_warps,
             tensor_cores=dtype != "fp32",
+            known_spills=known_spills,
         )
 
 
 def merge_specs() -> Iterator[Spec]:
-    constants = {"HEAD_DIM": 128, "BLOCK_M": 16, "BLOCK_D": 128}
+    constants = {"HEAD_DIM": 128, "BLOCK_M": 8, "BLOCK_D": 128}
     types = pointers("fp32", "lse", "lse_a", "lse_b", "lse_out") | {"log2_base": "fp32"}
     for name, tensors in (("merge_state", ("o_a", "o_b", "out")), ("merge_states", ("o", "out"))):
         kernel = getattr(merge, name)
         own = {argument: kind for argument, kind in types.items() if argument in kernel.arg_names}
-        yield Spec(name, kernel, constants, own | pointers("bf16", *tensors), ("stride_out_dim",), ("num_rows", "num_heads"))
+        yield Spec(
+            name, kernel, constants, own | pointers("bf16", *tensors), ("stride_out_dim",), ("num_rows", "num_heads")
+        )
 
 
 def small_specs() -> Iterator[Spec]:
@@ -187,7 +196,7 @@ def small_specs() -> Iterator[Spec]:
         counts = ("batch", "max_tiles", "table_stride", "table_width", "num_indices")
         yield Spec(
             f"tile_offsets form {form}", tile_table.tile_offsets, shared | {"BLOCK": 1024}, lengths | pointers("i32", "status"),
-            unaligned=counts,
+            unaligned=counts, known_spills=AROUND_CALLS,
         )  # fmt: skip
         constants = shared | {"CAUSAL": True, "HAS_WINDOW": True, "BLOCK_N": 128, "BLOCK": 128}
         types = lengths | pointers("i32", "tiles", "iterations")
@@ -218,7 +227,12 @@ def small_specs() -> Iterator[Spec]:
         ones = ("stride_batch", "stride_position", "stride_k_dim", "stride_v_dim", "stride_kc_dim", "stride_vc_dim")
         counts = ("num_rows", "num_heads", "num_requests", "num_entries", "table_width", "num_pages")
         yield Spec(
-            f"append {'indptr' if has_indptr else 'block table'}", append.append_paged_kv_cache, constants, types, ones, counts
+            f"append {'indptr' if has_indptr else 'block table'}",
+            append.append_paged_kv_cache,
+            constants,
+            types,
+            ones,
+            counts,
         )
 
 

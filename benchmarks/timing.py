@@ -39,12 +39,15 @@ def num_samples(one_call_us: float) -> int:
 @cache
 def _l2_sweep(device: torch.device) -> torch.Tensor:
     size = torch.cuda.get_device_properties(device).L2_cache_size
-    return torch.empty(4 * max(size, 32 << 20), dtype=torch.uint8, device=device)
+    return torch.zeros(max(size, 32 << 20), dtype=torch.float32, device=device)
 
 
 def clear_l2() -> None:
-    """Write a buffer four times the L2's size. It also keeps the GPU busy while the host queues the next call."""
-    _l2_sweep(torch.device("cuda", torch.cuda.current_device())).zero_()
+    """Read a buffer four times the L2's size. It also keeps the GPU busy while the host queues the next call.
+
+    Read, not written: lines left modified would be written back at the expense of the call that is timed.
+    """
+    _l2_sweep(torch.device("cuda", torch.cuda.current_device())).sum()
 
 
 def time_events(calls: Call | Sequence[Call]) -> Timing:

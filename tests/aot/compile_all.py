@@ -51,7 +51,7 @@ class Outcome:
     hmma: int = 0
     error: str = ""
 
-    def faults(self, tensor_cores: bool, known_spills: int) -> str:
+    def faults(self, tensor_cores: bool, known_spills: int, wgmma: bool = False) -> str:
         """Why this outcome is not acceptable; "" if it is."""
         found = [self.error] if self.error else []
         if self.local or self.spills > known_spills:
@@ -62,6 +62,8 @@ class Outcome:
             found.append(f"{self.shared} B of shared memory, want at most {SHARED_LIMIT[self.architecture]}")
         if tensor_cores and not self.error and not self.hgmma + self.hmma:
             found.append("no tensor-core instruction")
+        if wgmma and self.architecture >= 90 and not self.error and not self.hgmma:
+            found.append("no wgmma")
         return "; ".join(found)
 
 
@@ -130,7 +132,8 @@ def main() -> int:
     work = [(number, architecture) for number in chosen for architecture in ARCHITECTURES]
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as pool:
         for (number, _), outcome in zip(work, pool.map(compile_number, *zip(*work, strict=True)), strict=True):
-            faults = outcome.faults(specs[number].tensor_cores, specs[number].known_spills)
+            spec = specs[number]
+            faults = outcome.faults(spec.tensor_cores, spec.known_spills, spec.wgmma)
             failed += bool(faults)
             print(
                 f"{outcome.name:{width}}  {outcome.architecture:4}  {outcome.registers:4}  {outcome.spills:6}  {outcome.shared:6}  "

@@ -33,9 +33,12 @@ class Spec:
     unaligned: tuple[str, ...] = ()  # integers that are no multiple of 16
     num_warps: int = 4
     tensor_cores: bool = False  # it must use them
-    known_spills: int = (
-        0  # LDL and STL instructions that are accepted, over all versions and architectures; more is a fault
-    )
+    known_spills: int = 0  # LDL and STL instructions that are accepted in any version and architecture
+
+    @property
+    def wgmma(self) -> bool:
+        """Whether sm_90 must use its warp-group instruction, which takes 64 rows."""
+        return self.tensor_cores and self.constants["BLOCK_M"] >= 64
 
     def signature(self) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]]:
         """(types, constants, attributes) by argument, as the launch would specialise them. Raises ValueError for a wrong name."""
@@ -183,9 +186,9 @@ def merge_specs() -> Iterator[Spec]:
     for name, tensors in (("merge_state", ("o_a", "o_b", "out")), ("merge_states", ("o", "out"))):
         kernel = getattr(merge, name)
         own = {argument: kind for argument, kind in types.items() if argument in kernel.arg_names}
-        yield Spec(
-            name, kernel, constants, own | pointers("bf16", *tensors), ("stride_out_dim",), ("num_rows", "num_heads")
-        )
+        own |= pointers("bf16", *tensors)
+        sizes = ("num_rows", "num_heads")
+        yield Spec(name, kernel, constants, own, ("stride_out_dim",), sizes, known_spills=AROUND_CALLS)
 
 
 def small_specs() -> Iterator[Spec]:

@@ -55,3 +55,9 @@ def test_faults(outcome: Outcome, tensor_cores: bool, known_spills: int, fault: 
     got = outcome.faults(tensor_cores, known_spills)
     assert bool(got) == bool(fault)
     assert fault in got
+
+
+def test_tall_tiles_need_wgmma_where_there_is_one() -> None:
+    assert Outcome("k", 90, 1.0, hmma=4).faults(True, 0, wgmma=True) == "no wgmma"
+    assert Outcome("k", 80, 1.0, hmma=4).faults(True, 0, wgmma=True) == ""
+    assert Outcome("k", 90, 1.0, hgmma=4).faults(True, 0, wgmma=True) == ""

@@ -155,6 +155,30 @@ def test_w4a16_reference_is_what_the_codes_mean() -> None:
     assert peers.relative_error(w4a16_matmul(x, weight, backend="cpu"), x @ dense.T) < 1e-6
 
 
+@pytest.mark.parametrize("lengths", [[40, 40], [33, 1]])
+def test_a_decode_case_on_the_cpu(bench: harness.Bench, lengths: list[int]) -> None:
+    attention_decode.measure(bench, attention_decode.Case("small", lengths, 16, target=0.9))
+    value, ratio, plan = bench.rows
+    assert value.bytes == attention_decode.Case("small", lengths, 16).bytes
+    assert (ratio.kind, ratio.target, ratio.missed) == ("ratio", 0.9, True)
+    assert plan.case.endswith(", plan")
+
+
+def test_a_gemm_case_on_the_cpu(bench: harness.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "copies_past_l2", lambda size: 3)
+    row = gemm.measure(bench, 8, 16, 32)
+    assert row.peers == {"cublas": 20.0}
+    assert (row.flops, row.bytes) == (2 * 8 * 16 * 32, 2 * (8 * 32 + 16 * 32 + 8 * 16))
+
+
+def test_a_w4a16_case_on_the_cpu(bench: harness.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(w4a16, "copies_past_l2", lambda size: 2)
+    weight = quantize(torch.randn(64, 256), w4a16.GROUP_SIZE, scale_dtype=torch.bfloat16)
+    row = w4a16.measure(bench, [weight, weight], 3)
+    assert row.peers == {"cublas": 20.0}
+    assert row.bytes == 64 * 256 // 2 + 64 * 2 * 2 + 2 * 3 * (64 + 256)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_a_benchmark_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from evenshare.attention.executors import Capacity, TorchExecutor, TritonExecutor
-from evenshare.attention.metadata import Batch, check_host_values, make_batch, move, request_bounds
+from evenshare.attention.metadata import Batch, check_host_values, dense_batch, make_batch, move, request_bounds
 from evenshare.attention.problem import Problem, check_tensor, default_scale, lse_scale
 from evenshare.device.target import Target, select_target
 from evenshare.schedule.plan import Status
@@ -88,6 +88,13 @@ class AttentionPlan:
                 f"batch: got {batch.size} requests, want at most the plan's max_batch {self.capacity.max_batch}"
             )
         self._plan(batch)
+
+    def plan_dense(self, kv_len: int) -> None:
+        """Plan a dense batch for `kv_len` keys a request; nothing to do if it was planned for as many."""
+        batch = self._batch
+        if batch.table_width != kv_len:
+            qo_len = self.capacity.max_q_rows // max(batch.size, 1)
+            self._plan(dense_batch(batch.size, qo_len, kv_len, batch.device))
 
     def _plan(self, batch: Batch) -> None:
         on_host = batch.device.type == "cpu"

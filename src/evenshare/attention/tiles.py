@@ -40,15 +40,15 @@ def choose_tile(problem: Problem, mean_qo_len: float, interpreted: bool = False)
     rows = mean_qo_len * problem.group_size
     wide = max(problem.head_dim, problem.head_dim_v) > 128
     if problem.dtype == torch.float32:
-        # FMA units, operands in registers: larger tiles spill (ptxas, sm_80 and sm_90).
+        # FMA units take their operands from registers: larger tiles spill (ptxas, sm_80 and sm_90).
         block_n = 16 if wide else 32
         return TileConfig(16, block_n, 4, 2, 2) if rows <= 16 else TileConfig(32, block_n, 8, 2, 1)
     if rows <= 16:
         # H200, 64 requests of 8192 keys, 32/8 heads, D = 128, pages of 16: 4.15 TB/s; 64 keys an iteration give 3.7, 8 warps
-        # 3.7, one worker a SM 3.2; more stages than 3 cost what they bring.
-        return TileConfig(16, 64 if wide else 128, 4, 3, 2)
+        # 3.7, one worker a SM 3.2; more stages than 3 cost what they bring. Wide heads need 8 warps to stay in registers.
+        return TileConfig(16, 64, 8, 2, 2) if wide else TileConfig(16, 128, 4, 3, 2)
     if rows <= 32:
-        return TileConfig(32, 32 if wide else 64, 4, 2 if wide else 3, 2)
+        return TileConfig(32, 32, 8, 2, 2) if wide else TileConfig(32, 64, 4, 3, 2)
     if wide:
         return TileConfig(64, 32, 8, 2, 1)
     return TileConfig(64, 64, 8, 2, 1) if rows <= 64 else TileConfig(128, 64, 8, 3, 1)

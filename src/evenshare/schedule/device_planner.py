@@ -1,8 +1,9 @@
 """Plans on the device: the prefix-sum policies as two Triton launches, with the host planner's arrays bit for bit.
 
 `measure_*` is one program: prefix sums over the rows, then (for shares) the workers' boundaries. `fill_*` is a grid over segments:
-each finds its tile by binary search and writes its row. No sync, no allocation: scratch belongs to the `DevicePlanner`, so
-`plan` can be captured in a CUDA graph. This file imports torch only when a planner is made, so its kernels compile without it.
+each finds its tile by binary search and writes its row. Level fill takes two launches more, since the loads of whole waves are sums
+along each worker. No sync, no allocation: scratch belongs to the `DevicePlanner`, so `plan` can be captured in a CUDA graph. This
+file imports torch only when a planner is made or called, so its kernels compile without it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 SEGMENT_COLUMNS = tl.constexpr(8)  # schedule.plan
 SEGMENTS_OVERFLOW = tl.constexpr(1)  # schedule.plan.Status
+BAD_LENGTHS = tl.constexpr(4)
 FIXED_SPLIT = tl.constexpr(1)
 BATCH_INVARIANT = tl.constexpr(2)
 
@@ -57,15 +59,20 @@ def _upper_bound(array_ptr, size, value, mask):
 def measure_parts(iterations_ptr, part_cum_ptr, slot_cum_ptr, split_cum_ptr, worker_indptr_ptr, status_ptr,
                   num_rows, inner, parameter, num_workers, max_segments,
                   CUT: tl.constexpr, BLOCK: tl.constexpr, WORKER_BLOCK: tl.constexpr):  # fmt: skip
-    """Inclusive prefix sums over rows, one tile of each row: parts, parts of split tiles, split tiles. Then worker_indptr."""
+    """Inclusive prefix sums over rows, one tile of each row: parts, parts of split tiles, split tiles. Then worker_indptr.
+
+    The sums are 64 bits wide, so that too many parts are seen as too many."""
     index = tl.arange(0, BLOCK)
-    part_total = tl.zeros([], tl.int32)
-    slot_total = tl.zeros([], tl.int32)
+    part_total = tl.zeros([], tl.int64)
+    slot_total = tl.zeros([], tl.int64)
     split_total = tl.zeros([], tl.int32)
+    bad = tl.zeros([], tl.int32)
     for start in range(0, num_rows, BLOCK):
         row = start + index
         mask = row < num_rows
-        parts = _parts(tl.load(iterations_ptr + row, mask=mask, other=0), parameter, CUT)
+        n = tl.load(iterations_ptr + row, mask=mask, other=0)
+        bad |= tl.max((n < 0).to(tl.int32), 0)
+        parts = _parts(tl.maximum(n, 0), parameter, CUT).to(tl.int64)
         split = (parts > 1).to(tl.int32)
         tl.store(part_cum_ptr + row, part_total + tl.cumsum(parts, 0), mask=mask)
         tl.store(slot_cum_ptr + row, slot_total + tl.cumsum(parts * split, 0), mask=mask)
@@ -73,8 +80,8 @@ def measure_parts(iterations_ptr, part_cum_ptr, slot_cum_ptr, split_cum_ptr, wor
         part_total += tl.sum(parts, 0)
         slot_total += tl.sum(parts * split, 0)
         split_total += tl.sum(split, 0)
-    count = part_total.to(tl.int64) * inner
-    tl.store(status_ptr, (count > max_segments).to(tl.int32) * SEGMENTS_OVERFLOW)
+    count = part_total * inner
+    tl.store(status_ptr, (count > max_segments).to(tl.int32) * SEGMENTS_OVERFLOW | bad * BAD_LENGTHS)
     count = tl.where(count > max_segments, 0, count).to(tl.int32)
     workers = tl.arange(0, WORKER_BLOCK)
     indptr = workers * (count // num_workers) + tl.minimum(workers, count % num_workers)
@@ -124,64 +131,87 @@ def _store_segment(segments_ptr, position, mask, filled, tile, begin, end, slot,
 
 
 @triton.jit
-def _cost_before(rank, cost_cum_ptr, rank_cum_ptr, iterations_ptr, num_rows, inner, overhead, mask):
-    """(cost of all tiles before the rank-th non-empty one, that tile's own cost), both int64."""
-    row = _upper_bound(rank_cum_ptr, num_rows, rank // inner, mask)
-    inside = mask & (row < num_rows)
-    own = tl.load(iterations_ptr + row, mask=inside, other=0).to(tl.int64) + overhead
-    cost = tl.load(cost_cum_ptr + row - 1, mask=mask & (row > 0), other=0) * inner
-    rows_before = tl.load(rank_cum_ptr + row - 1, mask=mask & (row > 0), other=0)
-    cost += tl.where(inside, (rank - rows_before * inner) * own, 0)
-    return cost, tl.where(inside, own, 0)
-
-
-@triton.jit(do_not_specialize=["num_rows", "inner", "overhead", "num_workers"])
-def measure_shares(iterations_ptr, cost_cum_ptr, rank_cum_ptr, bound_ptr, cut_cum_ptr, split_cum_ptr, waves_ptr,
-                   worker_indptr_ptr, status_ptr, num_rows, inner, overhead, num_workers,
-                   LEVEL: tl.constexpr, BLOCK: tl.constexpr, WORKER_BLOCK: tl.constexpr):  # fmt: skip
-    """Prefix sums of cost and of non-empty rows; then each worker's boundary as rank << 32 | iteration, and prefix sums of
-    the cuts and of the split tiles over the boundaries."""
+def _sum_rows(iterations_ptr, cost_cum_ptr, rank_cum_ptr, num_rows, overhead, BLOCK: tl.constexpr):
+    """Inclusive prefix sums of cost and of non-empty rows, one tile of each row -> (cost, non-empty rows, largest cost, bad)."""
     index = tl.arange(0, BLOCK)
     cost_total = tl.zeros([], tl.int64)
     rank_total = tl.zeros([], tl.int32)
-    largest = tl.zeros([], tl.int32)
+    largest = tl.zeros([], tl.int64)
+    bad = tl.zeros([], tl.int32)
     for start in range(0, num_rows, BLOCK):
         row = start + index
         mask = row < num_rows
         n = tl.load(iterations_ptr + row, mask=mask, other=0)
+        bad |= tl.max((n < 0).to(tl.int32), 0)
         there = (n > 0).to(tl.int32)
-        cost = (n + overhead * there).to(tl.int64)
+        cost = tl.where(n > 0, n.to(tl.int64) + overhead, 0)
         tl.store(cost_cum_ptr + row, cost_total + tl.cumsum(cost, 0), mask=mask)
         tl.store(rank_cum_ptr + row, rank_total + tl.cumsum(there, 0), mask=mask)
         cost_total += tl.sum(cost, 0)
         rank_total += tl.sum(there, 0)
-        largest = tl.maximum(largest, tl.max(n + overhead * there, 0))
-    tl.debug_barrier()  # the searches below read what other threads have stored
-    total = cost_total * inner
-    num_ranks = rank_total * inner
+        largest = tl.maximum(largest, tl.max(cost, 0))
+    return cost_total, rank_total, largest, bad
+
+
+@triton.jit(do_not_specialize=["num_rows", "inner", "overhead", "num_workers"])
+def measure_rows(iterations_ptr, cost_cum_ptr, rank_cum_ptr, totals_ptr, waves_ptr, status_ptr,
+                 num_rows, inner, overhead, num_workers, BLOCK: tl.constexpr):  # fmt: skip
+    """Level fill, first: prefix sums over rows; totals = (cost of all tiles, non-empty tiles, largest cost); all full waves."""
+    cost, ranks, largest, bad = _sum_rows(iterations_ptr, cost_cum_ptr, rank_cum_ptr, num_rows, overhead, BLOCK)
+    tl.store(totals_ptr, cost * inner)
+    tl.store(totals_ptr + 1, ranks.to(tl.int64) * inner)
+    tl.store(totals_ptr + 2, largest)
+    tl.store(waves_ptr, ranks * inner // num_workers)
+    tl.store(status_ptr, bad * BAD_LENGTHS)
+
+
+@triton.jit(do_not_specialize=["num_rows", "inner", "overhead", "num_workers"])
+def measure_waves(iterations_ptr, rank_cum_ptr, totals_ptr, loads_ptr, waves_ptr,
+                  num_rows, inner, overhead, num_workers, BLOCK: tl.constexpr):  # fmt: skip
+    """Level fill, second, one program a worker: loads[rank] = cost of that whole tile and of the worker's ones before it.
+
+    The waves that fit are the fewest that fit any worker."""
+    w = tl.program_id(0)
+    total = tl.load(totals_ptr)
+    num_waves = tl.load(totals_ptr + 1).to(tl.int32) // num_workers
+    largest = tl.load(totals_ptr + 2)
+    load = tl.zeros([], tl.int64)
+    fit = tl.zeros([], tl.int32)
+    for start in range(0, num_waves, BLOCK):
+        wave = start + tl.arange(0, BLOCK)
+        mask = wave < num_waves
+        rank = tl.where(mask, wave * num_workers + w, 0)
+        row = tl.minimum(_upper_bound(rank_cum_ptr, num_rows, rank // inner, mask), num_rows - 1)
+        cost = tl.where(mask, tl.load(iterations_ptr + row, mask=mask, other=0).to(tl.int64) + overhead, 0)
+        loads = load + tl.cumsum(cost, 0)
+        tl.store(loads_ptr + rank, loads, mask=mask)
+        fit += tl.sum((mask & (num_workers * (loads + largest) <= total)).to(tl.int32), 0)
+        load += tl.sum(cost, 0)
+    tl.atomic_min(waves_ptr, fit)
+
+
+@triton.jit(do_not_specialize=["num_rows", "inner", "overhead", "num_workers"])
+def measure_shares(iterations_ptr, cost_cum_ptr, rank_cum_ptr, totals_ptr, loads_ptr, bound_ptr, cut_cum_ptr, split_cum_ptr,
+                   waves_ptr, worker_indptr_ptr, status_ptr, num_rows, inner, overhead, num_workers,
+                   LEVEL: tl.constexpr, BLOCK: tl.constexpr, WORKER_BLOCK: tl.constexpr):  # fmt: skip
+    """Prefix sums over rows (LEVEL: they are there, and so are the loads of the waves); then each worker's boundary as
+    rank << 32 | iteration, and prefix sums of the cuts and of the split tiles over the boundaries."""
     w = tl.arange(0, WORKER_BLOCK)
     is_worker = w < num_workers
-
-    load = tl.zeros([WORKER_BLOCK], tl.int64)
-    waves = tl.zeros([], tl.int32)
     if LEVEL:
-        trying = num_ranks >= num_workers
-        while trying:
-            _, own = _cost_before(
-                waves * num_workers + w,
-                cost_cum_ptr,
-                rank_cum_ptr,
-                iterations_ptr,
-                num_rows,
-                inner,
-                overhead,
-                is_worker,
-            )
-            tried = load + own
-            trying = num_workers * (tl.max(tried, 0) + largest) <= total
-            load = tl.where(trying, tried, load)
-            waves += trying.to(tl.int32)
-            trying = trying & ((waves + 1) * num_workers <= num_ranks)
+        total = tl.load(totals_ptr)
+        num_ranks = tl.load(totals_ptr + 1)
+        waves = tl.load(waves_ptr)
+        load = tl.load(loads_ptr + (waves - 1) * num_workers + w, mask=is_worker & (waves > 0), other=0)
+    else:
+        cost, ranks, _, bad = _sum_rows(iterations_ptr, cost_cum_ptr, rank_cum_ptr, num_rows, overhead, BLOCK)
+        tl.debug_barrier()  # the searches below read what other threads have stored
+        total = cost * inner
+        num_ranks = ranks.to(tl.int64) * inner
+        waves = tl.zeros([], tl.int32)
+        load = tl.zeros([WORKER_BLOCK], tl.int64)
+        tl.store(waves_ptr, waves)
+        tl.store(status_ptr, bad * BAD_LENGTHS)
     loads_before = tl.cumsum(load, 0) - load
     bound_cost = tl.sum(load, 0) + w.to(tl.int64) * total // num_workers - loads_before
     # Where the boundary falls: the row, then the tile in it, then what lies behind the tile's constant cost.
@@ -194,9 +224,8 @@ def measure_shares(iterations_ptr, cost_cum_ptr, rank_cum_ptr, bound_ptr, cut_cu
     within = rest // own
     inside = tl.maximum(rest - within * own - overhead, 0)
     rank = tl.load(rank_cum_ptr + row - 1, mask=before, other=0).to(tl.int64) * inner + within
-    bound = tl.where(found, (rank << 32) | inside, num_ranks.to(tl.int64) << 32)
+    bound = tl.where(found, (rank << 32) | inside, num_ranks << 32)
     tl.store(bound_ptr + w, bound, mask=w <= num_workers)
-    tl.store(waves_ptr, waves)
     tl.debug_barrier()
 
     previous = tl.load(bound_ptr + w - 1, mask=is_worker & (w > 0), other=-1)
@@ -211,7 +240,6 @@ def measure_shares(iterations_ptr, cost_cum_ptr, rank_cum_ptr, bound_ptr, cut_cu
     count = tl.where(is_worker, waves + tl.where(following == bound, 0, tail).to(tl.int32), 0)
     tl.store(worker_indptr_ptr + 1 + w, tl.cumsum(count, 0), mask=is_worker)
     tl.store(worker_indptr_ptr, 0)
-    tl.store(status_ptr, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "inner", "num_workers", "max_segments"])
@@ -279,6 +307,8 @@ class DevicePlanner:
 
         self._rows = [ints(max(self.num_rows, 1), torch.int64), *(ints(max(self.num_rows, 1)) for _ in range(2))]
         self._workers = [ints(num_workers + 1, torch.int64), *(ints(num_workers + 1) for _ in range(2)), ints(1)]
+        self._level = self.policy.name == "level_fill"
+        self._totals, self._loads = ints(3, torch.int64), ints(space.num_tiles if self._level else 0, torch.int64)
         self.arrays = Plan(
             num_workers,
             capacity.max_segments,
@@ -292,40 +322,62 @@ class DevicePlanner:
         self._block, self._fill_block = (16, 16) if device.type == "cpu" else (1024, 128)
 
     def plan(self, iterations: torch.Tensor) -> Plan:
-        """Deal int32 iterations [num_rows] on the planner's device; overwrites and returns the planner's arrays."""
-        plan, policy = self.arrays, self.policy
-        if iterations.shape != (self.num_rows,) or iterations.device != plan.segments.device:
+        """Deal int32 iterations [num_rows] on the planner's device; overwrites and returns the planner's arrays.
+
+        Values are not read by the host: rows of negative length are taken as empty and set Status.BAD_LENGTHS, more parts than
+        the capacity set Status.SEGMENTS_OVERFLOW and leave the plan empty.
+        Raises ValueError for another shape, dtype, stride or device.
+        """
+        import torch
+
+        device = self.arrays.segments.device
+        if iterations.shape != (self.num_rows,) or iterations.dtype != torch.int32 or iterations.device != device:
             raise ValueError(
-                f"iterations: got {tuple(iterations.shape)} on {iterations.device}, "
-                f"want ({self.num_rows},) on {plan.segments.device}"
+                f"iterations: got {iterations.dtype} {tuple(iterations.shape)} on {iterations.device}, "
+                f"want torch.int32 ({self.num_rows},) on {device}"
             )
-        if self.num_rows == 0:
-            return plan
-        cost, first, second = self._rows
-        workers = plan.num_workers
-        grid = (triton.cdiv(plan.max_segments, self._fill_block),)
-        worker_block = triton.next_power_of_2(workers + 1)
-        if policy.name in ("stream_k", "level_fill"):
-            bound, cuts, splits, waves = self._workers
-            measure_shares[(1,)](
-                iterations, cost, first, bound, cuts, splits, waves, plan.worker_indptr, plan.status, self.num_rows, self.inner,
-                self.overhead, workers, LEVEL=policy.name == "level_fill", BLOCK=self._block, WORKER_BLOCK=worker_block,
-            )  # fmt: skip
-            fill_shares[grid](
-                iterations, first, bound, cuts, splits, waves, plan.worker_indptr, plan.segments, self.num_rows, self.inner,
-                workers, plan.max_segments, BLOCK=self._fill_block,
-            )  # fmt: skip
-            return plan
-        cut = {"data_parallel": 0, "fixed_split": FIXED_SPLIT.value, "batch_invariant": BATCH_INVARIANT.value}[
-            policy.name
-        ]
-        parameter = policy.num_splits if policy.name == "fixed_split" else policy.split_iterations
+        if not iterations.is_contiguous():
+            raise ValueError(f"iterations: got stride {iterations.stride(0)}, want 1")
+        if self.num_rows > 0:
+            with torch.cuda.device_of(iterations):  # the tensor's GPU, not the current one
+                if self.policy.name in ("stream_k", "level_fill"):
+                    self._plan_shares(iterations)
+                else:
+                    self._plan_parts(iterations)
+        return self.arrays
+
+    def _plan_shares(self, iterations: torch.Tensor) -> None:
+        plan, block, fill_block = self.arrays, self._block, self._fill_block
+        cost, rank, _ = self._rows
+        bound, cuts, splits, waves = self._workers
+        sizes = (self.num_rows, self.inner, self.overhead, plan.num_workers)
+        if self._level:
+            measure_rows[(1,)](iterations, cost, rank, self._totals, waves, plan.status, *sizes, BLOCK=block)
+            measure_waves[(plan.num_workers,)](
+                iterations, rank, self._totals, self._loads, waves, *sizes, BLOCK=fill_block
+            )
+        measure_shares[(1,)](
+            iterations, cost, rank, self._totals, self._loads, bound, cuts, splits, waves, plan.worker_indptr, plan.status, *sizes,
+            LEVEL=self._level, BLOCK=block, WORKER_BLOCK=triton.next_power_of_2(plan.num_workers + 1),
+        )  # fmt: skip
+        fill_shares[(triton.cdiv(plan.max_segments, fill_block),)](
+            iterations, rank, bound, cuts, splits, waves, plan.worker_indptr, plan.segments, self.num_rows, self.inner,
+            plan.num_workers, plan.max_segments, BLOCK=fill_block,
+        )  # fmt: skip
+
+    def _plan_parts(self, iterations: torch.Tensor) -> None:
+        plan, policy, fill_block = self.arrays, self.policy, self._fill_block
+        parts, slots, splits = self._rows
+        cut, parameter = {
+            "data_parallel": (0, 1),
+            "fixed_split": (FIXED_SPLIT.value, policy.num_splits),
+            "batch_invariant": (BATCH_INVARIANT.value, policy.split_iterations),
+        }[policy.name]
+        sizes = (self.num_rows, self.inner, parameter, plan.num_workers, plan.max_segments)
         measure_parts[(1,)](
-            iterations, cost, first, second, plan.worker_indptr, plan.status, self.num_rows, self.inner, parameter, workers,
-            plan.max_segments, CUT=cut, BLOCK=self._block, WORKER_BLOCK=worker_block,
+            iterations, parts, slots, splits, plan.worker_indptr, plan.status, *sizes,
+            CUT=cut, BLOCK=self._block, WORKER_BLOCK=triton.next_power_of_2(plan.num_workers + 1),
         )  # fmt: skip
-        fill_parts[grid](
-            iterations, cost, first, second, plan.worker_indptr, plan.segments, self.num_rows, self.inner, parameter, workers,
-            plan.max_segments, CUT=cut, BLOCK=self._fill_block,
+        fill_parts[(triton.cdiv(plan.max_segments, fill_block),)](
+            iterations, parts, slots, splits, plan.worker_indptr, plan.segments, *sizes, CUT=cut, BLOCK=fill_block,
         )  # fmt: skip
-        return plan

@@ -52,7 +52,8 @@ def _merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots,
     base = tl.where(usable, peak, 0.0)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for s in tl.range(0, num_slots, num_stages=3):
+    # Pipelined where the tile is small and its partials many; the buffers of a large tile would cost registers and shared memory.
+    for s in tl.range(0, num_slots, num_stages=3 if BLOCK_M == 16 else 1):
         slot = (slot_begin + s).to(tl.int64)
         lse = tl.load(partial_lse_ptr + slot * BLOCK_M + rows)
         weight = tl.where(usable, tl.exp2(lse - base), 0.0)
@@ -197,16 +198,18 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
             whole_keys = tl.minimum(whole_keys, tl.maximum(kv_len - qo_len + row_begin // GROUP + 1, 0))
         begin = first_block + block_lo
         end = first_block + block_hi
-        whole_end = tl.minimum(tl.maximum(whole_keys // BLOCK_N, begin), end)
-        if HAS_WINDOW:
-            whole_end = begin
+        # A second loop costs registers, which float32 and wide heads do not have (they spill by the hundreds): all masked there.
+        TWO_LOOPS: tl.constexpr = (not HAS_WINDOW) and BLOCK_D <= 128 and BLOCK_DV <= 128 and q_ptr.dtype.element_ty != tl.float32
+        whole_end = begin
+        if TWO_LOOPS:
+            whole_end = tl.minimum(tl.maximum(whole_keys // BLOCK_N, begin), end)
         peak = tl.full([BLOCK_M], NEG_INF, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         bad = tl.zeros([BLOCK_N], tl.int32)
         k_head = kv_head * stride_k_head
         v_head = kv_head * stride_v_head
-        if not HAS_WINDOW:
+        if TWO_LOOPS:
             for block in tl.range(begin, whole_end, num_stages=NUM_STAGES):
                 peak, total, acc, bad = _attend(
                     q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_start, kv_len, readable_len, num_pages, last_key,
@@ -214,7 +217,7 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
                     stride_v_token, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, SAME_STRIDES, False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
                     BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
                 )  # fmt: skip
-        for block in tl.range(whole_end, end, num_stages=NUM_STAGES if HAS_WINDOW else 1):
+        for block in tl.range(whole_end, end, num_stages=1 if TWO_LOOPS else NUM_STAGES):
             peak, total, acc, bad = _attend(
                 q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_start, kv_len, readable_len, num_pages, last_key,
                 score_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page,

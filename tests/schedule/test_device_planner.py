@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from evenshare.schedule import DevicePlanner, Plan, RaggedSpace, Status, make_plan
-from evenshare.schedule.policies import DEVICE_POLICIES
+from evenshare.schedule.policies import DEVICE_POLICIES, Policy
+from tests.schedule.helpers import spaces, workers
 
 CASES = [  # iterations, inner, overhead, workers
     ([], 1, 0, 3),
@@ -18,6 +21,7 @@ CASES = [  # iterations, inner, overhead, workers
     ([40, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 1, 3, 7),
     ([3] * 20, 1, 9, 8),  # shares shorter than the constant cost
     ([2] * 37, 2, 1, 3),  # more rows than one block of the interpreter
+    ([1] * 25, 2, 0, 2),  # more waves than one block
 ]
 
 
@@ -38,6 +42,38 @@ def test_same_as_host(device: torch.device, policy: str, case: tuple[list[int], 
     for values in (iterations, iterations.flip(0), iterations * 2):  # the same planner, again and again
         host = make_plan(RaggedSpace(values, inner, overhead), policy, num_workers, max_iterations=4000)
         assert_same(host, planner.plan(values.to(device)))
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(space=spaces(), num_workers=workers, name=st.sampled_from(DEVICE_POLICIES), parameter=st.integers(1, 20))
+def test_random_spaces_are_the_host_s(
+    device: torch.device, space: RaggedSpace, num_workers: int, name: str, parameter: int
+) -> None:
+    policy = Policy(name, num_splits=parameter, split_iterations=parameter)
+    limit = 12 * 3 * 60
+    there = RaggedSpace(space.iterations.to(device), space.inner, space.overhead)
+    planner = DevicePlanner(there, policy, num_workers, max_iterations=limit)
+    assert_same(make_plan(space, policy, num_workers, max_iterations=limit), planner.plan(there.iterations))
+
+
+@pytest.mark.parametrize("name", DEVICE_POLICIES)
+def test_sums_past_32_bits(device: torch.device, name: str) -> None:
+    iterations = torch.tensor([2**31 - 1, 5, 2**30], dtype=torch.int32)
+    policy, limit = Policy(name, split_iterations=2**30 - 1), 2**35
+    planner = DevicePlanner(RaggedSpace(iterations.to(device), 7, 3), policy, 5, max_iterations=limit)
+    host = make_plan(RaggedSpace(iterations, 7, 3), policy, 5, max_iterations=limit)
+    assert_same(host, planner.plan(iterations.to(device)))
+
+
+@pytest.mark.parametrize("policy", DEVICE_POLICIES)
+def test_negative_lengths_are_empty_rows(device: torch.device, policy: str) -> None:
+    iterations = torch.tensor([9, -5, 2, -(2**31)], dtype=torch.int32)
+    planner = DevicePlanner(RaggedSpace(iterations.to(device), 2, 1), policy, 3, max_iterations=100)
+    plan = planner.plan(iterations.to(device))
+    assert int(plan.status) == Status.BAD_LENGTHS
+    plan.status.zero_()
+    space = RaggedSpace(iterations.clamp(min=0), 2, 1)
+    assert_same(make_plan(space, policy, 3, max_iterations=100), plan)
 
 
 @pytest.mark.gpu
@@ -74,6 +110,12 @@ def test_beyond_the_capacity_the_plan_is_empty(device: torch.device) -> None:
     assert int(plan.status) == Status.SEGMENTS_OVERFLOW
     assert not plan.worker_indptr.any()
     assert not plan.segments.any()
+    for row in (2**31 - 1, 2**30):  # inner times the number of parts passes 32 bits
+        huge = torch.full((4,), row, dtype=torch.int32, device=device)
+        space = RaggedSpace(huge, 8)
+        plan = DevicePlanner(space, Policy("batch_invariant", split_iterations=1), 4, max_iterations=64).plan(huge)
+        assert int(plan.status) == Status.SEGMENTS_OVERFLOW
+        assert not plan.segments.any()
     plan = planner.plan(torch.tensor([5, 3], dtype=torch.int32, device=device))  # it fits again
     assert int(plan.status) == 0
     assert int(plan.worker_indptr[-1]) == 2
@@ -85,5 +127,10 @@ def test_errors_name_the_argument(device: torch.device) -> None:
         DevicePlanner(space, "cost_sorted", 4)
     with pytest.raises(ValueError, match="num_workers: got 0"):
         DevicePlanner(space, "stream_k", 0)
-    with pytest.raises(ValueError, match=r"iterations: got \(2,\)"):
-        DevicePlanner(space, "stream_k", 4).plan(torch.ones(2, dtype=torch.int32, device=device))
+    planner = DevicePlanner(space, "stream_k", 4)
+    with pytest.raises(ValueError, match=r"iterations: got torch.int32 \(2,\)"):
+        planner.plan(torch.ones(2, dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match=r"iterations: got torch.int64 \(3,\) on .*, want torch.int32 \(3,\)"):
+        planner.plan(torch.ones(3, dtype=torch.int64, device=device))
+    with pytest.raises(ValueError, match="iterations: got stride 2, want 1"):
+        planner.plan(torch.ones(6, dtype=torch.int32, device=device)[::2])

@@ -133,6 +133,35 @@ def test_capacity_is_independent_of_lengths(policy: str, first: list[int], secon
     assert len(sizes) == 1
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_out_is_overwritten_in_place(policy: str) -> None:
+    rows = torch.tensor([30, 1, 1, 2], dtype=torch.int32)
+    first, second = RaggedSpace(rows, 2), RaggedSpace(rows.flip(0) - 1, 2)
+    plan = make_plan(first, policy, 5, max_iterations=68)
+    tensors = plan.worker_indptr, plan.segments, plan.status
+    plan.status.fill_(4)  # what a kernel has set
+    assert make_plan(second, policy, 5, max_iterations=68, out=plan) is plan
+    fresh = make_plan(second, policy, 5, max_iterations=68)
+    for mine, its in zip(tensors, (fresh.worker_indptr, fresh.segments, fresh.status), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_out_of_another_capacity_is_left_alone() -> None:
+    plan = make_plan(uniform_space(3, 4), "stream_k", 4)
+    before = plan.segments.clone()
+    with pytest.raises(ValueError, match="out: got a plan with max_segments 7, want 8"):
+        make_plan(uniform_space(4, 5), "stream_k", 4, out=plan)
+    with pytest.raises(ValueError, match="out: got a plan with num_workers 4, want 5"):
+        make_plan(uniform_space(3, 4), "stream_k", 5, out=plan)
+    assert torch.equal(plan.segments, before)
+
+
+@pytest.mark.parametrize("policy", ["data_parallel", "fixed_split", "stream_k", "level_fill"])
+def test_sums_past_32_bits(policy: str) -> None:
+    space = RaggedSpace(torch.tensor([2**31 - 1, 5, 2**30], dtype=torch.int32), 7, 3)
+    check_plan(make_plan(space, policy, 5), space)
+
+
 def test_errors_name_the_argument() -> None:
     space = uniform_space(3, 4)
     with pytest.raises(ValueError, match="policy: got 'greedy', want one of data_parallel"):

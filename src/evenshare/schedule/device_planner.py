@@ -33,7 +33,7 @@ def _parts(n, parameter, CUT: tl.constexpr):
     if CUT == FIXED_SPLIT:
         parts = tl.minimum(n, parameter)
     elif CUT == BATCH_INVARIANT:
-        parts = (n + parameter - 1) // parameter
+        parts = n // parameter + (n % parameter > 0)  # rounding up by adding would pass 2^31
     else:
         parts = tl.minimum(n, 1)
     return parts

@@ -24,12 +24,15 @@ def make_plan(
     split_iterations: int | None = None,
     max_chunk: int | None = None,
     max_iterations: int | None = None,
+    out: Plan | None = None,
 ) -> Plan:
     """Deal a space whose iterations are on the host.
 
     policy: a name or a `Policy`; the keywords override its parameters. max_iterations: capacity for policies that cut at fixed
-    places, in iterations over all tiles; None: what this space has.
-    Raises ValueError for an unknown policy, num_workers < 1, negative iterations, or a space beyond the capacity.
+    places, in iterations over all tiles; None: what this space has. out: a plan of the same capacity, on any device, whose tensors
+    are overwritten in place (a CUDA graph that reads them goes on to read the new plan) and which is returned.
+    Raises ValueError for an unknown policy, num_workers < 1, negative iterations, a space beyond the capacity, or an `out` of
+    another capacity; nothing is written then.
     """
     policy = Policy(policy) if isinstance(policy, str) else policy
     given = {"num_splits": num_splits, "split_iterations": split_iterations, "max_chunk": max_chunk}
@@ -53,7 +56,17 @@ def make_plan(
         raise ValueError(
             f"space: got {segments[0].numel()} segments, want at most the capacity of {capacity.max_segments}"
         )
-    return assemble(segments, space.num_tiles, num_workers, capacity)
+    plan = assemble(segments, space.num_tiles, num_workers, capacity)
+    return plan if out is None else _overwrite(out, plan)
+
+
+def _overwrite(out: Plan, plan: Plan) -> Plan:
+    for name in ("num_workers", "max_segments", "max_slots", "max_counters"):
+        if getattr(out, name) != getattr(plan, name):
+            raise ValueError(f"out: got a plan with {name} {getattr(out, name)}, want {getattr(plan, name)}")
+    for name in ("worker_indptr", "segments", "status"):
+        getattr(out, name).copy_(getattr(plan, name), non_blocking=True)
+    return out
 
 
 def assemble(segments: Segments, num_tiles: int, num_workers: int, capacity: PlanCapacity) -> Plan:

@@ -184,11 +184,14 @@ def _cost_sorted(lengths: torch.Tensor, overhead: int, num_workers: int, max_chu
     n, s = lengths[tile], parts[tile]
     begin, end = j * n // s, (j + 1) * n // s
     order = torch.argsort(end - begin, descending=True, stable=True)
-    worker = torch.zeros_like(tile)
-    rank = torch.zeros_like(tile)
+    costs = (end - begin + overhead)[order].tolist()
+    dealt = []  # the worker of each chunk, in that order; plain ints, since indexing a tensor costs a microsecond and more
     queue = [(0, w) for w in range(num_workers)]
-    for place, index in enumerate(order.tolist()):
-        load, w = heapq.heappop(queue)
-        worker[index], rank[index] = w, place
-        heapq.heappush(queue, (load + int(end[index] - begin[index]) + overhead, w))
+    for cost in costs:
+        load, w = queue[0]
+        dealt.append(w)
+        heapq.heapreplace(queue, (load + cost, w))
+    worker, rank = torch.empty_like(tile), torch.empty_like(tile)
+    worker[order] = torch.tensor(dealt, dtype=torch.int64)
+    rank[order] = torch.arange(tile.numel())
     return tile, begin, end, worker, rank

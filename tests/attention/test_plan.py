@@ -216,3 +216,20 @@ def test_plan_and_function_agree(place: Place) -> None:
     torch.testing.assert_close(got[0], out, atol=1e-6, rtol=0)
     assert lse is not None
     torch.testing.assert_close(got[1], lse, atol=1e-6, rtol=1e-6)
+
+
+def test_a_plan_grows_to_its_max_batch(place: Place) -> None:
+    small = random_batch((1,), (18,), heads=(4, 2), dim=16)
+    large = random_batch((1, 1, 1), (5, 40, 0), heads=(4, 2), dim=16)
+    plan = make_plan(small, to_pages(move(small, place), 4), place, max_batch=3)
+    pages = to_pages(move(large, place), 4)
+    plan.update(qo_indptr=int32(large.qo_indptr, place.device), **pages.table("indptr", place.device))
+    assert_matches(*run(plan, large, pages, place), large)
+    with pytest.raises(ValueError, match="batch: got 4 requests, want at most the plan's max_batch 3"):
+        plan.update(
+            qo_indptr=int32(range(5), place.device),
+            kv_indptr=int32([0] * 5, place.device),
+            last_page_len=int32([0] * 4, place.device),
+        )
+    with pytest.raises(ValueError, match="max_batch: got 2, want at least the 3 requests"):
+        make_plan(large, pages, place, max_batch=2)

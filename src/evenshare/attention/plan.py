@@ -205,6 +205,7 @@ def plan_attention(
     sm_scale: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
     base: float = math.e,
+    max_batch: int | None = None,
     max_q_rows: int | None = None,
     max_kv_len: int | None = None,
     policy: str = "stream_k",
@@ -222,6 +223,7 @@ def plan_attention(
     page_size: keys of a page, any number from 1; wanted with pages. kv_layout: "NHD" or "HND", the order inside a page.
     causal: bottom-right aligned. window_left: keys to the left that a row sees, inclusive; -1: all.
     logits_soft_cap: cap * tanh(score / cap); None: off. sm_scale: None means 1 / sqrt(head_dim). base: of the lse.
+    max_batch: capacity in requests, for later updates; None: those of this batch.
     max_q_rows: capacity in query tokens; wanted if qo_indptr is on a GPU, whose values are never read.
     max_kv_len: capacity in keys per request; wanted for batch_invariant if the metadata is on a GPU.
     policy: how work is dealt, a name of `evenshare.schedule`. planner: "host", "device" or None (where the metadata is).
@@ -278,7 +280,7 @@ def plan_attention(
         check_host_values(batch, problem.page_size)
     if max_q_rows is None:
         if batch.qo_indptr is None:
-            max_q_rows = batch.size
+            max_q_rows = max(batch.size, max_batch or 0)
         elif on_host:
             max_q_rows = int(batch.qo_indptr[-1])
         else:
@@ -291,7 +293,9 @@ def plan_attention(
             raise ValueError("max_kv_len: got None, want a bound on the keys of a request for policy 'batch_invariant'")
         else:
             max_kv_len = 0
-    capacity = Capacity(batch.size, max_q_rows, max_kv_len)
+    capacity = Capacity(batch.size if max_batch is None else max_batch, max_q_rows, max_kv_len)
+    if capacity.max_batch < batch.size:
+        raise ValueError(f"max_batch: got {max_batch}, want at least the {batch.size} requests of this batch")
     return AttentionPlan(
         problem, batch, capacity, target, kv_layout=kv_layout, base=base, policy=policy, planner=planner, debug=debug
     )

@@ -199,7 +199,9 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
         begin = first_block + block_lo
         end = first_block + block_hi
         # A second loop costs registers, which float32 and wide heads do not have (they spill by the hundreds): all masked there.
-        TWO_LOOPS: tl.constexpr = (not HAS_WINDOW) and BLOCK_D <= 128 and BLOCK_DV <= 128 and q_ptr.dtype.element_ty != tl.float32
+        TWO_LOOPS: tl.constexpr = (
+            (not HAS_WINDOW) and BLOCK_D <= 128 and BLOCK_DV <= 128 and q_ptr.dtype.element_ty != tl.float32
+        )
         whole_end = begin
         if TWO_LOOPS:
             whole_end = tl.minimum(tl.maximum(whole_keys // BLOCK_N, begin), end)

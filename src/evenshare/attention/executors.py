@@ -97,24 +97,24 @@ class TritonExecutor:
         space = RaggedSpace(self.iterations, inner=problem.num_kv_heads, overhead=TILE_OVERHEAD)
         if planner == "device":
             self.device_planner = DevicePlanner(space, policy, self.num_workers, max_iterations=self.max_iterations)
+        self.schedule: Plan | None = None  # made by the first plan, overwritten by the next ones
         self.workspace: Workspace | None = None
 
     @property
     def status_words(self) -> list[torch.Tensor]:
-        return [self.status, self.schedule.status]
+        return [self.status] if self.schedule is None else [self.status, self.schedule.status]
 
     def plan(self, batch: Batch) -> None:
         problem, device = self.problem, self.target.device
-        self.kv_indices = None if batch.kv_indices is None else batch.kv_indices.to(device, non_blocking=True)
-        self.num_indices = batch.num_indices
         if self.planner == "host":
             tiles, iterations = tile_table(problem, self.tile, batch, self.tiles.shape[0])
+            space = RaggedSpace(iterations, inner=problem.num_kv_heads, overhead=TILE_OVERHEAD)
+            schedule = make_plan(
+                space, self.policy, self.num_workers, max_iterations=self.max_iterations, out=self.schedule
+            )
+            self.schedule = schedule if self.schedule is not None else schedule.to(device)
             self.tiles.copy_(tiles, non_blocking=True)
             self.status.zero_()
-            space = RaggedSpace(iterations, inner=problem.num_kv_heads, overhead=TILE_OVERHEAD)
-            self.schedule: Plan = make_plan(
-                space, self.policy, self.num_workers, max_iterations=self.max_iterations
-            ).to(device)
         else:
             batch = move(batch, device)
             with torch.cuda.device_of(self.tiles):  # the tensors' GPU, not the current one
@@ -122,6 +122,8 @@ class TritonExecutor:
                     problem, self.tile, batch, self.tiles, self.iterations, self.offsets, self.status
                 )
                 self.schedule = self.device_planner.plan(self.iterations)
+        self.kv_indices = None if batch.kv_indices is None else batch.kv_indices.to(device, non_blocking=True)
+        self.num_indices = batch.num_indices
         if self.workspace is None:
             elements = self.schedule.max_slots * launch.partial_elements(problem, self.tile)
             self.workspace = new_workspace(elements, self.schedule.max_counters, device)
@@ -135,6 +137,7 @@ class TritonExecutor:
         lse: torch.Tensor | None,
         scale: float,
     ) -> None:
+        assert self.schedule is not None
         assert self.workspace is not None
         with torch.cuda.device_of(q):
             launch.launch_forward(

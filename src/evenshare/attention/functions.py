@@ -12,6 +12,7 @@ from evenshare.attention.executors import Capacity
 from evenshare.attention.metadata import dense_batch
 from evenshare.attention.plan import AttentionPlan, plan_attention
 from evenshare.attention.problem import Problem, default_scale
+from evenshare.device.checks import check_is_tensor
 from evenshare.device.target import Target, select_target
 
 
@@ -176,7 +177,6 @@ def paged_attention(
 
 def _check_dims(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_dims: int, kv_dims: int | None = None) -> None:
     for name, tensor, dims in (("q", q, q_dims), ("k", k, kv_dims or q_dims), ("v", v, kv_dims or q_dims)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, want a tensor")
+        check_is_tensor(**{name: tensor})
         if tensor.dim() != dims:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want {dims} dimensions")

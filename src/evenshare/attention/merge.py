@@ -9,6 +9,7 @@ import triton
 
 from evenshare.attention.kernels import merge as merge_kernels
 from evenshare.attention.problem import DTYPES
+from evenshare.device.checks import check_is_tensor
 from evenshare.device.target import select_target
 
 # Elements that one program holds per state: 4 warps of 32 lanes, 16 bytes each in bf16. The interpreter wants few programs.
@@ -122,6 +123,7 @@ def _log2_base(base: float) -> float:
 
 
 def _check_state(o_name: str, o: torch.Tensor, lse_name: str, lse: torch.Tensor, dims: int) -> None:
+    check_is_tensor(**{o_name: o, lse_name: lse})
     if o.dtype not in DTYPES:
         raise TypeError(f"{o_name}: got dtype {o.dtype}, want one of {', '.join(map(str, DTYPES))}")
     if o.dim() != dims:
@@ -139,6 +141,7 @@ def _check_state(o_name: str, o: torch.Tensor, lse_name: str, lse: torch.Tensor,
 def _check_like(
     name: str, tensor: torch.Tensor, model_name: str, model: torch.Tensor, shape: torch.Size | tuple[int, ...]
 ) -> None:
+    check_is_tensor(**{name: tensor})
     if tensor.dtype != model.dtype:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, want {model.dtype}, as {model_name}")
     if tensor.shape != shape:

@@ -262,7 +262,9 @@ def plan_attention(
     Policy(policy)  # an unknown name is refused here, whichever backend runs
     target = select_target(batch.device if device is None else device, backend)
     if batch.device.type != "cpu" and batch.device != target.device:
-        raise ValueError(f"metadata: got device {batch.device}, want {target.device} or cpu")
+        raise ValueError(
+            f"metadata: got device {batch.device}, want {target.device}" + " or cpu" * (target.device.type != "cpu")
+        )
     problem = Problem(
         num_qo_heads,
         num_kv_heads,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from evenshare.device.checks import check_is_tensor
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
 
@@ -27,6 +29,12 @@ class Problem:
     sm_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_v", "page_size", "window_left"):
+            if not isinstance(getattr(self, name), int):
+                raise TypeError(f"{name}: got {getattr(self, name)!r}, want an int")
+        for name in ("logits_soft_cap", "sm_scale"):
+            if not isinstance(getattr(self, name), int | float):
+                raise TypeError(f"{name}: got {getattr(self, name)!r}, want a number or None")
         if self.num_kv_heads < 1 or self.num_qo_heads < 1 or self.num_qo_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_qo_heads, num_kv_heads: got {self.num_qo_heads} and {self.num_kv_heads}, "
@@ -73,6 +81,7 @@ def check_tensor(
     unit_stride: bool = True,
 ) -> None:
     """Raise unless `tensor` has this dtype, device, shape (None: any extent) and, if asked, a last dimension of stride 1."""
+    check_is_tensor(**{name: tensor})
     if tensor.dtype != dtype:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, want {dtype}")
     if tensor.device != device:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from evenshare.device.activations import get_activation
+from evenshare.device.checks import check_is_tensor
 from evenshare.device.target import select_target
 from evenshare.gemm import reference
 
@@ -68,6 +69,7 @@ def _validate(
     activation: str | None,
     out: torch.Tensor | None,
 ) -> None:
+    check_is_tensor(a=a, b=b)
     if a.dtype not in DTYPES:
         raise TypeError(f"a: got {a.dtype}, want float32, float16 or bfloat16")
     if b.dtype != a.dtype:
@@ -81,6 +83,7 @@ def _validate(
     get_activation(activation)
     n = b.shape[1]
     if bias is not None:
+        check_is_tensor(bias=bias)
         if not bias.is_floating_point():
             raise TypeError(f"bias: got {bias.dtype}, want a floating-point tensor")
         if bias.shape != (n,):
@@ -88,6 +91,7 @@ def _validate(
         if bias.device != a.device:
             raise ValueError(f"bias: got device {bias.device}, want that of a, {a.device}")
     if out is not None:
+        check_is_tensor(out=out)
         want = (*a.shape[:-1], n)
         if out.dtype != a.dtype:
             raise TypeError(f"out: got {out.dtype}, want that of a, {a.dtype}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from evenshare.device.checks import check_is_tensor
 from evenshare.device.target import select_target
 from evenshare.ops.kernels import append as append_kernels
 
@@ -148,6 +149,7 @@ def _launch(
 
 
 def _check_rows(name: str, rows: torch.Tensor, cache_name: str, cache: torch.Tensor, kv_layout: str) -> None:
+    check_is_tensor(**{name: rows, cache_name: cache})
     if rows.dtype not in CACHE_DTYPES:
         raise TypeError(f"{name}: got dtype {rows.dtype}, want one of {', '.join(map(str, CACHE_DTYPES))}")
     if rows.dim() != 3:
@@ -164,6 +166,7 @@ def _check_rows(name: str, rows: torch.Tensor, cache_name: str, cache: torch.Ten
 
 
 def _index(name: str, tensor: torch.Tensor, dims: int, device: torch.device) -> torch.Tensor:
+    check_is_tensor(**{name: tensor})
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: got dtype {tensor.dtype}, want int32 (or int64, which is converted)")
     if tensor.dim() != dims:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from evenshare.device.activations import get_activation
+from evenshare.device.checks import check_is_tensor
 from evenshare.device.target import select_target
 from evenshare.quant import cpu
 from evenshare.quant.weight import QuantizedWeight
@@ -41,6 +42,7 @@ def w4a16_matmul(
     >>> w4a16_matmul(torch.randn(3, 128), weight, activation="silu").shape
     torch.Size([3, 64])
     """
+    _check_weight(weight)
     if weight.bits != 4:
         raise ValueError(f"weight: got {weight.bits}-bit codes, want 4 (w8a16_matmul takes 8)")
     return _matmul(x, weight, bias, activation, out, backend)
@@ -56,9 +58,15 @@ def w8a16_matmul(
     backend: str | None = None,
 ) -> torch.Tensor:
     """`w4a16_matmul` for 8-bit weights (GGUF Q8_0), grouped in the same way."""
+    _check_weight(weight)
     if weight.bits != 8:
         raise ValueError(f"weight: got {weight.bits}-bit codes, want 8 (w4a16_matmul takes 4)")
     return _matmul(x, weight, bias, activation, out, backend)
+
+
+def _check_weight(weight: QuantizedWeight) -> None:
+    if not isinstance(weight, QuantizedWeight):
+        raise TypeError(f"weight: got {type(weight).__name__}, want a QuantizedWeight (see evenshare.quantize)")
 
 
 def prepare(weight: QuantizedWeight, dtype: torch.dtype, backend: str | None = None) -> QuantizedWeight:
@@ -112,6 +120,7 @@ def _validate(
     out: torch.Tensor | None,
 ) -> None:
     # On the path of every CPU token: no tuple or string is built unless something is wrong.
+    check_is_tensor(x=x)
     if x.dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"x: got {x.dtype}, want float32, float16 or bfloat16")
     if x.ndim == 0 or x.shape[-1] != weight.k:
@@ -120,6 +129,7 @@ def _validate(
         raise ValueError(f"x: got device {x.device}, want that of weight, {weight.device}")
     get_activation(activation)
     if bias is not None:
+        check_is_tensor(bias=bias)
         if not bias.is_floating_point():
             raise TypeError(f"bias: got {bias.dtype}, want a floating-point tensor")
         if bias.shape != weight.shape[:1]:
@@ -127,6 +137,7 @@ def _validate(
         if bias.device != x.device:
             raise ValueError(f"bias: got device {bias.device}, want that of x, {x.device}")
     if out is not None:
+        check_is_tensor(out=out)
         if out.dtype != x.dtype:
             raise TypeError(f"out: got {out.dtype}, want that of x, {x.dtype}")
         if out.shape != (*x.shape[:-1], weight.n):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -187,3 +188,16 @@ def test_bits_do_not_change_between_runs(kernel_place: Place) -> None:
 def test_names_at_the_top() -> None:
     q = torch.randn(1, 2, 2, 8)
     assert torch.equal(evenshare.attention(q, q, q), attention(q, q, q))
+
+
+def test_threads_do_not_share_a_dense_plan() -> None:
+    """Same shapes but for the number of keys, at once: each thread must see its own plan."""
+    cases = [tuple(torch.randn(1, n, h, 16) for n, h in ((3, 4), (length, 2), (length, 2))) for length in (5, 40)]
+    want = [attention(*case) for case in cases]
+
+    def run(case: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        return [attention(*case) for _ in range(200)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for result, expected in zip(pool.map(run, cases), want, strict=True):
+            assert all(torch.equal(out, expected) for out in result)

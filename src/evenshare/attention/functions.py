@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -88,15 +89,20 @@ def attention(
     )
     stream = torch.cuda.current_stream(target.device).cuda_stream if target.device.type == "cuda" else 0
     make = _dense_plan.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else _dense_plan
-    plan = make(problem, q.shape[0], q.shape[1], target, base, stream)
+    plan = make(problem, q.shape[0], q.shape[1], target, base, stream, threading.get_ident())
     plan.plan_dense(k.shape[1])
     return plan.run(q, k, v, out=out, lse=lse, return_lse=return_lse)
 
 
 # A prefill's workspace is some 20 MB, so few are kept.
 @lru_cache(maxsize=16)
-def _dense_plan(problem: Problem, batch: int, qo_len: int, target: Target, base: float, stream: int) -> AttentionPlan:
-    """A dense batch's plan, planned again when the number of keys changes; one per stream, since its workspace is not shared."""
+def _dense_plan(
+    problem: Problem, batch: int, qo_len: int, target: Target, base: float, stream: int, thread: int
+) -> AttentionPlan:
+    """A dense batch's plan, planned again when the number of keys changes.
+
+    One per stream, whose launches alone may share its workspace, and per thread: nobody plans between another's plan and run.
+    """
     return AttentionPlan(
         problem, dense_batch(batch, qo_len, 0, target.device), Capacity(batch, batch * qo_len), target, base=base
     )

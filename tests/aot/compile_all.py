@@ -125,7 +125,10 @@ def main() -> int:
     options = parser.parse_args()
     specs = all_specs()
     chosen = [number for number, spec in enumerate(specs) if all(word in spec.name for word in options.words)]
-    width = max((len(specs[number].name) for number in chosen), default=0)
+    if not chosen:
+        print(f"words: got {' '.join(options.words)}, want words of one of: {', '.join(spec.name for spec in specs)}")
+        return 2
+    width = max(len(specs[number].name) for number in chosen)
     print(f"triton {triton.__version__}, {len(chosen)} kernels, sm_{' and sm_'.join(map(str, ARCHITECTURES))}")
     print(f"{'kernel':{width}}  arch  regs  spills  shared  hgmma  hmma  seconds")
     begin, failed = time.monotonic(), 0

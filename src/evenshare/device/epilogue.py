@@ -1,4 +1,5 @@
-"""Activations on float32 accumulators, handed to a kernel as a constexpr. `device.activations` has the same names in torch."""
+"""What happens to a finished float32 tile: bias, activation, one rounding. An activation is handed to a kernel as a constexpr;
+`device.activations` has the same names in torch."""
 
 from __future__ import annotations
 
@@ -35,6 +36,17 @@ def gelu_tanh(y):
 @triton.jit
 def silu(y):
     return y * tl.sigmoid(y)
+
+
+@triton.jit
+def store_tile(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out_n,
+               HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+    """out[rows, columns] = ACTIVATION(acc + bias[columns]), rounded once; rows past m and columns past n are left alone."""
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
+    acc = ACTIVATION(acc)
+    offsets = rows.to(tl.int64)[:, None] * stride_out_m + columns.to(tl.int64)[None, :] * stride_out_n
+    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
 
 
 ACTIVATIONS: dict[str | None, Any] = {

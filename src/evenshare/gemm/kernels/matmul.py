@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from evenshare.device.epilogue import store_tile
 from evenshare.device.merge import merge_split_tile
 from evenshare.device.segments import share_begin
 
@@ -41,16 +42,6 @@ def _accumulate(a_ptr, b_ptr, rows, columns, m, n, k, begin, end, stride_a_m, st
         a_ptrs += a_step
         b_ptrs += b_step
     return acc
-
-
-@triton.jit
-def _write(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out_n,
-           HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
-    acc = ACTIVATION(acc)
-    offsets = rows.to(tl.int64)[:, None] * stride_out_m + columns.to(tl.int64)[None, :] * stride_out_n
-    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
 
 
 # The plan's numbers are not specialised on: no compilation for a plan of one tile or of one k-step.
@@ -96,4 +87,4 @@ def matmul(a_ptr, b_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, m, n, k,
             acc, complete = merge_split_tile(acc, partials_ptr, counters_ptr, inner, worker, split_tile, iters_per_tile,
                                              tail, num_workers, BLOCK_M * BLOCK_N)  # fmt: skip
         if complete:
-            _write(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out_n, HAS_BIAS, ACTIVATION)
+            store_tile(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out_n, HAS_BIAS, ACTIVATION)

@@ -13,6 +13,7 @@ place multiplies it by is taken out of the scale. All of it is exact.
 import triton
 import triton.language as tl
 
+from evenshare.device.epilogue import store_tile
 from evenshare.device.merge import merge_split_tile
 from evenshare.device.segments import share_begin
 
@@ -75,16 +76,6 @@ def _accumulate(x_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, pa
     return acc
 
 
-@triton.jit
-def _write(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out_n,
-           HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
-    acc = ACTIVATION(acc)
-    offsets = rows.to(tl.int64)[:, None] * stride_out_m + columns.to(tl.int64)[None, :] * stride_out_n
-    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
-
-
 # What changes from call to call is not specialised on: no compilation for m = 1, or for a plan of one tile.
 @triton.jit(do_not_specialize=["m", "num_workers", "num_tiles", "iters_per_tile", "num_whole"])
 def w4a16(x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr,
@@ -128,4 +119,4 @@ def w4a16(x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partials_p
             acc, complete = merge_split_tile(acc, partials_ptr, counters_ptr, inner, worker, split_tile, iters_per_tile, tail, num_workers,
                                              BLOCK_M * BLOCK_N)  # fmt: skip
         if complete:
-            _write(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out_n, HAS_BIAS, ACTIVATION)
+            store_tile(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out_n, HAS_BIAS, ACTIVATION)

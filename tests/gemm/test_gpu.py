@@ -71,7 +71,7 @@ def test_repeats_bit_for_bit(shape: tuple[int, int, int], cuda: torch.device) ->
     assert shares.num_whole < shares.num_tiles
     want = matmul(a, b)
     different = torch.zeros((), dtype=torch.int64, device=cuda)
-    for _ in range(2000):
+    for _ in range(10_000):
         different += (matmul(a, b) != want).sum()
     assert different.item() == 0
 

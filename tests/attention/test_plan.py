@@ -233,3 +233,17 @@ def test_a_plan_grows_to_its_max_batch(place: Place) -> None:
         )
     with pytest.raises(ValueError, match="max_batch: got 2, want at least the 3 requests"):
         make_plan(large, pages, place, max_batch=2)
+
+
+def test_update_follows_int64_tensors_changed_in_place(place: Place) -> None:
+    """int64 metadata is planned from int32 copies; the next update must see the caller's tensors, not those."""
+    batch = random_batch((1, 1), (18, 30), heads=(4, 2), dim=16)
+    pages = to_pages(move(batch, place), 4)
+    table, lens = pages.block_table.to(place.device).long(), torch.tensor([9, 9], device=place.device)
+    plan = plan_attention(
+        num_qo_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, page_size=4, block_table=table, kv_lens=lens,
+        backend=place.backend,
+    )  # fmt: skip
+    lens.copy_(torch.tensor([18, 30]))
+    plan.update()
+    assert_matches(*run(plan, batch, pages, place), batch)

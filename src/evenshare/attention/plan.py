@@ -37,7 +37,10 @@ class AttentionPlan:
         policy: str = "stream_k",
         planner: str | None = None,
         debug: bool = False,
+        metadata: dict[str, torch.Tensor | None] | None = None,
     ) -> None:
+        # The caller's own tensors: `batch` may hold int32 copies of them, which do not follow changes in place.
+        self._metadata = metadata or {}
         if planner is None:
             planner = "host" if batch.device.type == "cpu" else "device"
         self.problem = problem
@@ -70,15 +73,16 @@ class AttentionPlan:
         Raises ValueError if the batch exceeds the capacity or the form changes, or if host metadata is impossible.
         """
         old = self._batch
-        paged, table = old.form == "paged", old.form == "block_table"
-        batch = make_batch(
-            qo_indptr=old.qo_indptr if qo_indptr is None else qo_indptr,
-            kv_indptr=old.kv_indptr if kv_indptr is None else kv_indptr,
-            kv_indices=old.kv_indices if kv_indices is None and paged else kv_indices,
-            last_page_len=old.kv_lens if last_page_len is None and paged else last_page_len,
-            block_table=old.kv_indices if block_table is None and table else block_table,
-            kv_lens=old.kv_lens if kv_lens is None and table else kv_lens,
-        )
+        given = {
+            "qo_indptr": qo_indptr,
+            "kv_indptr": kv_indptr,
+            "kv_indices": kv_indices,
+            "last_page_len": last_page_len,
+            "block_table": block_table,
+            "kv_lens": kv_lens,
+        }
+        metadata = self._metadata | {name: tensor for name, tensor in given.items() if tensor is not None}
+        batch = make_batch(**metadata)
         if batch.form != old.form:
             raise ValueError(f"metadata: got the {batch.form} form, want {old.form} as planned first")
         if batch.device != old.device:
@@ -88,6 +92,7 @@ class AttentionPlan:
                 f"batch: got {batch.size} requests, want at most the plan's max_batch {self.capacity.max_batch}"
             )
         self._plan(batch)
+        self._metadata = metadata
 
     def plan_dense(self, kv_len: int) -> None:
         """Plan a dense batch for `kv_len` keys a request; nothing to do if it was planned for as many."""
@@ -240,14 +245,15 @@ def plan_attention(
     >>> plan.run(torch.randn(3, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)).shape
     torch.Size([3, 4, 8])
     """
-    batch = make_batch(
-        qo_indptr=qo_indptr,
-        kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
-        last_page_len=last_page_len,
-        block_table=block_table,
-        kv_lens=kv_lens,
-    )
+    metadata = {
+        "qo_indptr": qo_indptr,
+        "kv_indptr": kv_indptr,
+        "kv_indices": kv_indices,
+        "last_page_len": last_page_len,
+        "block_table": block_table,
+        "kv_lens": kv_lens,
+    }
+    batch = make_batch(**metadata)
     if batch.form == "ragged":
         if page_size is not None:
             raise ValueError(f"page_size: got {page_size} for ragged keys, want None (or kv_indices and last_page_len)")
@@ -299,5 +305,14 @@ def plan_attention(
     if capacity.max_batch < batch.size:
         raise ValueError(f"max_batch: got {max_batch}, want at least the {batch.size} requests of this batch")
     return AttentionPlan(
-        problem, batch, capacity, target, kv_layout=kv_layout, base=base, policy=policy, planner=planner, debug=debug
+        problem,
+        batch,
+        capacity,
+        target,
+        kv_layout=kv_layout,
+        base=base,
+        policy=policy,
+        planner=planner,
+        debug=debug,
+        metadata=metadata,
     )

@@ -1,9 +1,9 @@
 """Kernel launches without Triton's binder.
 
-`kernel[grid](...)` binds, specialises and looks up its arguments anew at every call: 31 us on the host for 24 arguments, more than a
-decode step's attention takes on the GPU. A `Launcher` does that once per specialisation. `bind` takes the arguments that stay (a plan's
-arrays, sizes, strides) and works out their part of the key, so a call pays for the tensors that it gives: their addresses, dtypes,
-devices and alignment are the key, and the C launcher gets addresses, which it need not ask the driver about.
+`kernel[grid](...)` binds, specialises and looks up its arguments anew at every call: 31 us on the host for 24 arguments, as long as a
+small decode step takes on the GPU. A `Launcher` does that once per specialisation. `bind` takes the arguments that stay (a plan's
+arrays, sizes, strides) and works out their part of the key; a call then pays for the tensors it is given: dtype, device and
+alignment are the rest of the key, and the C launcher gets addresses, which it need not ask the driver about.
 
 What a later change of Triton's compile options or of a kernel's globals would do to `kernel[grid]`, it does not do here.
 """
@@ -192,7 +192,7 @@ class _Compiled:
             def launch_with(x: int, y: int, z: int, stream: int, arguments: tuple[Any, ...]) -> None:
                 launch(x, y, z, stream, function, *flags, None, None, metadata, None, None, None, *arguments)
 
-        self.launch = launch_with
+        self.launch: Launch = launch_with
         self._kernel = kernel
         self._maps: OrderedDict[tuple[int, Box], list[Any]] = OrderedDict()
 

@@ -1,9 +1,15 @@
-"""The two ways to run a plan: plain torch on the CPU, and the portable Triton kernels. Both plan a batch, then run it."""
+"""The two ways to run a plan: plain torch on the CPU, and the portable Triton kernels.
+
+Both plan a batch and `bind` a run: a function of (q, k, v, out, lse) for tensors laid out like those given, which serves until the
+sizes of the plan's metadata change.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +25,7 @@ from evenshare.schedule import DevicePlanner, Plan, RaggedSpace, make_plan
 # Cost of a tile's prologue and epilogue (q load, state, output), in iterations of one key block.
 TILE_OVERHEAD = 1
 LN2 = math.log(2.0)
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class TorchExecutor:
             flat = indices.as_strided((self.batch.num_indices,), (1,)) if indices.numel() else indices.flatten()
             self.page_lists = [flat[begin:] for begin in kv_start]
 
-    def run(
+    def bind(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -55,6 +62,17 @@ class TorchExecutor:
         out: torch.Tensor,
         lse: torch.Tensor | None,
         scale: float,
+    ) -> Run:
+        return partial(self._run, scale)
+
+    def _run(
+        self,
+        scale: float,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
     ) -> None:
         problem = self.problem
         options: dict[str, Any] = {
@@ -99,6 +117,7 @@ class TritonExecutor:
             self.device_planner = DevicePlanner(space, policy, self.num_workers, max_iterations=self.max_iterations)
         self.schedule: Plan | None = None  # made by the first plan, overwritten by the next ones
         self.workspace: Workspace | None = None
+        self.forward: launch.ForwardLauncher | None = None
 
     @property
     def status_words(self) -> list[torch.Tensor]:
@@ -122,13 +141,16 @@ class TritonExecutor:
                     problem, self.tile, batch, self.tiles, self.iterations, self.offsets, self.status
                 )
                 self.schedule = self.device_planner.plan(self.iterations)
-        self.kv_indices = None if batch.kv_indices is None else batch.kv_indices.to(device, non_blocking=True)
+        self.kv_indices = self.tiles if batch.kv_indices is None else batch.kv_indices.to(device, non_blocking=True)
         self.num_indices = batch.num_indices
         if self.workspace is None:
             elements = self.schedule.max_slots * launch.partial_elements(problem, self.tile)
             self.workspace = new_workspace(elements, self.schedule.max_counters, device)
+            self.forward = launch.ForwardLauncher(
+                problem, self.tile, self.schedule, self.tiles, self.workspace, self.status
+            )
 
-    def run(
+    def bind(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -136,23 +158,9 @@ class TritonExecutor:
         out: torch.Tensor,
         lse: torch.Tensor | None,
         scale: float,
-    ) -> None:
-        assert self.schedule is not None
+    ) -> Run:
+        assert self.forward is not None
         assert self.workspace is not None
-        with torch.cuda.device_of(q):
-            launch.launch_forward(
-                self.problem,
-                self.tile,
-                self.schedule,
-                self.tiles,
-                self.workspace,
-                self.status,
-                q,
-                k,
-                v,
-                out,
-                lse,
-                self.kv_indices,
-                self.num_indices,
-                scale,
-            )
+        start = self.forward.bind(q, k, v, out, lse, self.num_indices, scale)
+        no_lse = self.workspace.partials
+        return lambda q, k, v, out, lse: start(q, k, v, out, no_lse if lse is None else lse, self.kv_indices)

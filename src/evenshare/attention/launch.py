@@ -10,6 +10,7 @@ from evenshare.attention.kernels import tile_table as tile_table_kernels
 from evenshare.attention.metadata import Batch
 from evenshare.attention.problem import Problem
 from evenshare.attention.tiles import TileConfig, next_power_of_2
+from evenshare.device.launcher import Launch, get_launcher
 from evenshare.device.workspace import Workspace
 from evenshare.schedule.plan import Plan
 
@@ -82,80 +83,85 @@ def launch_tile_table(
     )
 
 
-def launch_forward(
-    problem: Problem,
-    tile: TileConfig,
-    plan: Plan,
-    tiles: torch.Tensor,
-    workspace: Workspace,
-    status: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    kv_indices: torch.Tensor | None,
-    num_indices: int,
-    lse_scale: float,
-) -> None:
-    """q, out: [tokens, Hq, D] or dense [B, S, Hq, D]; k, v: pages [num_pages, page_size, Hkv, D], [tokens, Hkv, D] or dense."""
-    if plan.num_workers == 0 or plan.max_segments == 0 or out.numel() == 0:
-        return
-    dense = q.dim() == 4
+class ForwardLauncher:
+    """The forward kernel of one plan, for all its layers and steps: it holds the plan's arrays, which stay."""
 
-    def row_strides(t: torch.Tensor) -> tuple[int, int, int]:
-        return (t.stride(0), t.stride(1), t.stride(2)) if dense else (t.stride(0), t.stride(0), t.stride(1))
+    def __init__(
+        self,
+        problem: Problem,
+        tile: TileConfig,
+        plan: Plan,
+        tiles: torch.Tensor,
+        workspace: Workspace,
+        status: torch.Tensor,
+    ) -> None:
+        self.problem, self.tile, self.plan = problem, tile, plan
+        slots = plan.max_slots * tile.block_m
+        partial_o = workspace.partials
+        partial_lse = partial_o[slots * _block_dim(problem.head_dim_v) :] if slots else partial_o
+        self.arrays = (plan.worker_indptr, plan.segments, tiles, partial_o, partial_lse, workspace.counters, status)
 
-    def key_strides(t: torch.Tensor) -> tuple[int, int, int]:
-        return (t.stride(0), t.stride(1), t.stride(2)) if t.dim() == 4 else (t.stride(0), t.stride(0), t.stride(1))
+    def bind(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        num_indices: int,
+        lse_scale: float,
+    ) -> Launch:
+        """A launch for tensors laid out like these; it is called with (q, k, v, out, lse, kv_indices).
 
-    slots = plan.max_slots * tile.block_m
-    block_dv = _block_dim(problem.head_dim_v)
-    partial_o = workspace.partials
-    partial_lse = workspace.partials[slots * block_dv :] if slots else workspace.partials
-    forward_kernels.forward[(plan.num_workers,)](
-        q,
-        k,
-        v,
-        out,
-        lse if lse is not None else partial_o,
-        kv_indices if kv_indices is not None else tiles,
-        plan.worker_indptr,
-        plan.segments,
-        tiles,
-        partial_o,
-        partial_lse,
-        workspace.counters,
-        status,
-        problem.sm_scale,
-        problem.logits_soft_cap,
-        lse_scale,
-        problem.window_left,
-        problem.num_kv_heads,
-        q.shape[0],
-        q.shape[1] if dense else q.shape[0],
-        k.shape[0],
-        num_indices,
-        *row_strides(q),
-        *key_strides(k),
-        *key_strides(v),
-        *row_strides(out),
-        *(row_strides(lse) if lse is not None else (0, 0, 0)),
-        GROUP=problem.group_size,
-        HEAD_DIM=problem.head_dim,
-        HEAD_DIM_V=problem.head_dim_v,
-        PAGE_SIZE=problem.page_size,
-        DENSE=dense,
-        SAME_STRIDES=k.stride()[:-2] == v.stride()[:-2],
-        CAUSAL=problem.causal,
-        HAS_WINDOW=problem.window_left >= 0,
-        HAS_SOFT_CAP=problem.logits_soft_cap > 0,
-        HAS_LSE=lse is not None,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_D=_block_dim(problem.head_dim),
-        BLOCK_DV=block_dv,
-        NUM_STAGES=tile.num_stages,
-        PRECISION="ieee",
-        num_warps=tile.num_warps,
-    )
+        q, out: [tokens, Hq, D] or dense [B, S, Hq, D]; k, v: pages [num_pages, page_size, Hkv, D], [tokens, Hkv, D] or dense.
+        Without lse or pages the call passes any other array, which the kernel does not touch.
+        """
+        problem, tile, plan = self.problem, self.tile, self.plan
+        if plan.num_workers == 0 or plan.max_segments == 0 or out.numel() == 0:
+            return _launch_nothing
+        dense = q.dim() == 4
+        launcher = get_launcher(
+            forward_kernels.forward,
+            6,
+            GROUP=problem.group_size,
+            HEAD_DIM=problem.head_dim,
+            HEAD_DIM_V=problem.head_dim_v,
+            PAGE_SIZE=problem.page_size,
+            DENSE=dense,
+            SAME_STRIDES=k.stride()[:-2] == v.stride()[:-2],
+            CAUSAL=problem.causal,
+            HAS_WINDOW=problem.window_left >= 0,
+            HAS_SOFT_CAP=problem.logits_soft_cap > 0,
+            HAS_LSE=lse is not None,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_D=_block_dim(problem.head_dim),
+            BLOCK_DV=_block_dim(problem.head_dim_v),
+            NUM_STAGES=tile.num_stages,
+            PRECISION="ieee",
+            num_warps=tile.num_warps,
+        )
+        sizes = (q.shape[0], q.shape[1] if dense else q.shape[0], k.shape[0], num_indices)
+        paged = k.dim() == 4  # or dense
+        strides = (*_strides(q, dense), *_strides(k, paged), *_strides(v, paged), *_strides(out, dense))
+        static = (
+            *self.arrays,
+            problem.sm_scale,
+            problem.logits_soft_cap,
+            lse_scale,
+            problem.window_left,
+            problem.num_kv_heads,
+            *sizes,
+            *strides,
+            *(_strides(lse, dense) if lse is not None else (0, 0, 0)),
+        )
+        return launcher.bind(q.device, (plan.num_workers,), static)
+
+
+def _strides(t: torch.Tensor, batched: bool) -> tuple[int, ...]:
+    strides = t.stride()
+    return strides[:3] if batched else (strides[0], *strides[:2])
+
+
+def _launch_nothing(*_: torch.Tensor | None) -> None:
+    pass

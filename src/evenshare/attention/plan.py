@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from evenshare.attention.executors import Capacity, TorchExecutor, TritonExecutor
+from evenshare.attention.executors import Capacity, Run, TorchExecutor, TritonExecutor
 from evenshare.attention.metadata import Batch, check_host_values, dense_batch, make_batch, move, request_bounds
 from evenshare.attention.problem import Problem, check_tensor, default_scale, lse_scale
+from evenshare.device.checks import check_is_tensor
 from evenshare.device.target import Target, select_target
 from evenshare.schedule.plan import Status
 from evenshare.schedule.policies import Policy
 
+MAX_LAYOUTS = 64  # of q, k, v, out and lse that a plan remembers
 STATUS_TEXTS = {
     Status.SEGMENTS_OVERFLOW: "more segments than the plan's capacity: nothing was computed",
     Status.TILES_OVERFLOW: "more query rows than the plan's max_q_rows: the rows past it were not computed",
@@ -50,6 +52,8 @@ class AttentionPlan:
         self.base = base
         self.debug = debug
         self._lse_scale = lse_scale(base)
+        self._heads_first = problem.page_size > 0 and kv_layout == "HND"
+        self._runs: dict[Any, Run] = {}  # by the extents of the metadata and the layouts of the tensors
         self._executor: TorchExecutor | TritonExecutor
         if target.backend == "cpu":
             self._executor = TorchExecutor(problem)
@@ -110,12 +114,13 @@ class AttentionPlan:
         if on_host or self.debug:
             check_host_values(move(batch, "cpu"), self.problem.page_size)
         self._executor.plan(batch)
-        # What run() needs of the tensors' extents, where the host knows it; 0: the kernels clamp instead.
-        self._num_q_tokens = self._num_kv_tokens = 0
+        # Query and key tokens that run() needs at least, where the host knows them; 0: the kernels clamp instead.
+        num_q_tokens = num_kv_tokens = 0
         if on_host and batch.form != "dense":
-            self._num_q_tokens = batch.size if batch.qo_indptr is None else int(batch.qo_indptr[-1])
+            num_q_tokens = batch.size if batch.qo_indptr is None else int(batch.qo_indptr[-1])
             if batch.form == "ragged" and batch.kv_indptr is not None:
-                self._num_kv_tokens = int(batch.kv_indptr[-1])
+                num_kv_tokens = int(batch.kv_indptr[-1])
+        self._extents = (num_q_tokens, num_kv_tokens, batch.table_width, batch.num_indices)
         self._batch = batch
 
     def run(
@@ -138,7 +143,35 @@ class AttentionPlan:
         Returns out, or (out, lse) if `return_lse` or `lse` is given. A row without keys has out = 0 and lse = -inf. Never syncs.
         Raises ValueError or TypeError naming the argument, before anything is written.
         """
+        # What these tensors' layouts ask for is checked and bound once, for all layers and steps.
+        try:
+            layouts = [(t.shape, t.stride(), t.dtype, t.device) if t is not None else None for t in (q, k, v, out, lse)]
+        except AttributeError:  # no tensor
+            self._check(q, k, v, out, lse)
+            raise
+        key = (self._extents, return_lse, *layouts)
+        run = self._runs.get(key)
+        if run is None:
+            self._check(q, k, v, out, lse)
+        if self._heads_first:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if out is None:
+            out = torch.empty((*q.shape[:-1], self.problem.head_dim_v), dtype=q.dtype, device=q.device)
+        if lse is None and return_lse:
+            lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        if run is None:
+            if len(self._runs) >= MAX_LAYOUTS:
+                self._runs.clear()
+            run = self._runs[key] = self._executor.bind(q, k, v, out, lse, self._lse_scale)
+        run(q, k, v, out, lse)
+        return out if lse is None else (out, lse)
+
+    def _check(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None
+    ) -> None:
+        """Raise unless `run` can take these."""
         problem, device = self.problem, self.target.device
+        num_q_tokens, num_kv_tokens, table_width, _ = self._extents
         dense, heads = self._batch.form == "dense", problem.num_qo_heads
         leading: tuple[int | None, ...] = (self._batch.size, None) if dense else (None,)
         check_tensor("q", q, (*leading, heads, problem.head_dim), problem.dtype, device)
@@ -146,33 +179,25 @@ class AttentionPlan:
             k, v = self._token_major("k", k), self._token_major("v", v)
             leading = (None, problem.page_size)
         elif dense:
-            leading = (self._batch.size, self._batch.table_width)
+            leading = (self._batch.size, table_width)
         check_tensor("k", k, (*leading, problem.num_kv_heads, problem.head_dim), problem.dtype, device)
         check_tensor("v", v, (*k.shape[:-1], problem.head_dim_v), problem.dtype, device)
-        out_shape = (*q.shape[:-1], problem.head_dim_v)
         if out is not None:
-            check_tensor("out", out, out_shape, problem.dtype, device)
+            check_tensor("out", out, (*q.shape[:-1], problem.head_dim_v), problem.dtype, device)
         if lse is not None:
             check_tensor("lse", lse, q.shape[:-1], torch.float32, device, unit_stride=False)
-        if q.shape[0] < self._num_q_tokens:
-            raise ValueError(f"q: got {q.shape[0]} tokens, want at least the {self._num_q_tokens} of the planned batch")
-        if not problem.page_size and k.shape[0] < self._num_kv_tokens:
-            raise ValueError(
-                f"k: got {k.shape[0]} tokens, want at least the {self._num_kv_tokens} of the planned batch"
-            )
-        if out is None:
-            out = torch.empty(out_shape, dtype=problem.dtype, device=device)
-        if lse is None and return_lse:
-            lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=device)
-        self._executor.run(q, k, v, out, lse, self._lse_scale)
-        return out if lse is None else (out, lse)
+        if q.shape[0] < num_q_tokens:
+            raise ValueError(f"q: got {q.shape[0]} tokens, want at least the {num_q_tokens} of the planned batch")
+        if not problem.page_size and k.shape[0] < num_kv_tokens:
+            raise ValueError(f"k: got {k.shape[0]} tokens, want at least the {num_kv_tokens} of the planned batch")
 
     def _token_major(self, name: str, pages: torch.Tensor) -> torch.Tensor:
+        check_is_tensor(**{name: pages})
         if pages.dim() != 4:
             raise ValueError(
                 f"{name}: got shape {tuple(pages.shape)}, want four dimensions in the {self.kv_layout} layout"
             )
-        return pages.transpose(1, 2) if self.kv_layout == "HND" else pages
+        return pages.transpose(1, 2) if self._heads_first else pages
 
     @property
     def status(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Kernel launches without Triton's binder.
 
-`kernel[grid](...)` binds, specialises and looks up its arguments anew at every call: 31 us on the host for 24 arguments, as long as a
-small decode step takes on the GPU. A `Launcher` does that once per specialisation. `bind` takes the arguments that stay (a plan's
+`kernel[grid](...)` binds, specialises and looks up its arguments anew at every call: 31 us on the host for 24 arguments, as long as
+a small decode step takes on the GPU. A `Launcher` does that once per specialisation. `bind` takes the arguments that stay (a plan's
 arrays, sizes, strides) and works out their part of the key; a call then pays for the tensors it is given: dtype, device and
 alignment are the rest of the key, and the C launcher gets addresses, which it need not ask the driver about.
 

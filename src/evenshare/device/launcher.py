@@ -51,6 +51,12 @@ class Launcher:
     def __init__(self, kernel: Any, num_dynamic: int, constants: Mapping[str, Any]) -> None:
         self.kernel, self.num_dynamic, self.constants = kernel, num_dynamic, dict(constants)
         self.compiled: dict[Hashable, _Compiled] = {}
+        self.params = kernel.params if isinstance(kernel, JITFunction) else []
+        # How Triton specialises on each static argument: (const pointer, on its value at all, on divisibility by 16).
+        self.rules = [
+            (param.is_const, not param.do_not_specialize, not param.do_not_specialize_on_alignment)
+            for param in self.params[num_dynamic:]
+        ]
 
     def bind(
         self,
@@ -61,7 +67,8 @@ class Launcher:
     ) -> Launch:
         """A callable of the first `num_dynamic` arguments, tensors on `device` or None, that launches on the current stream.
 
-        static: the runtime arguments after those. boxes: dynamic parameters that the kernel takes as TMA descriptors.
+        static: the runtime arguments after those: numbers, None, tensors, Triton's TMA descriptors. boxes: the dynamic parameters
+        that the kernel takes as TMA descriptors.
         """
         bound = _Bound(self, device, grid, static, boxes or {})
         fast = device.type == "cuda" and isinstance(self.kernel, JITFunction)
@@ -142,32 +149,23 @@ class _Bound:
 
     def _static_key(self) -> tuple[Hashable, ...]:
         """What Triton specialises on in the arguments that stay, by its own function."""
-        boxes = tuple((i, box.block_shape, box.layout) for _, i, box in self._boxes)
-        params = self._launcher.kernel.params[self._launcher.num_dynamic :]
-        return boxes + tuple(
-            native_specialize_impl(
-                BaseBackend,
-                argument,
-                param.is_const,
-                not param.do_not_specialize,
-                not param.do_not_specialize_on_alignment,
-            )
-            for argument, param in zip(self._static, params, strict=False)
-        )
+        boxes = [(i, box.block_shape, box.layout) for _, i, box in self._boxes]
+        arguments = zip(self._static, self._launcher.rules, strict=False)  # constexprs have rules as well
+        return (*boxes, *[native_specialize_impl(BaseBackend, argument, *rule) for argument, rule in arguments])
 
     def _tail(self, compiled: _Compiled) -> tuple[Any, ...]:
         """The arguments after the dynamic ones as the C launcher takes them; it skips those of constexprs."""
         tail: list[Any] = []
         number = len(self._boxes)
         for argument in self._static:
-            if isinstance(argument, torch.Tensor):
+            if argument is None or isinstance(argument, (int, float)):
+                tail.append(argument)
+            elif isinstance(argument, torch.Tensor):
                 tail.append(argument.data_ptr())
-            elif hasattr(argument, "block_shape"):  # a TMA descriptor
+            else:
                 tail += compiled.expand(number, argument)
                 number += 1
-            else:
-                tail.append(argument)
-        num_constants = len(self._launcher.kernel.params) - self._launcher.num_dynamic - len(self._static)
+        num_constants = len(self._launcher.params) - self._launcher.num_dynamic - len(self._static)
         return (*tail, *(None,) * num_constants)
 
 

@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.runtime.jit import JITFunction
 
 from evenshare.device import launcher as launcher_module
@@ -24,6 +26,18 @@ def scale(x_ptr, out_ptr, bias_ptr, factor, stride, count, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i * stride, mask=i < count, other=0.0)
     tl.store(out_ptr + i, x * factor + tl.load(bias_ptr), mask=i < count)
+
+
+@gluon.jit
+def copy_box(x_desc, out_desc, row, ROWS: gl.constexpr, num_warps: gl.constexpr):  # type: ignore[no-untyped-def]
+    rows = gl.allocate_shared_memory(x_desc.dtype, [ROWS, 64], x_desc.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, x_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(x_desc, [row, 0], bar, rows)
+    mbarrier.wait(bar, 0)
+    tma.async_copy_shared_to_global(out_desc, [0, 0], rows)
+    tma.store_wait(0)
 
 
 class CLauncher:
@@ -312,6 +326,21 @@ def test_streams_and_graphs(gpu: torch.device) -> None:
     x.mul_(2.0)
     graph.replay()
     torch.testing.assert_close(outs[2], x * 3)
+
+
+@pytest.mark.gpu
+def test_tensor_maps_on_a_gpu(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability(gpu)[0] != 9:
+        pytest.skip("the kernel is Hopper's")
+    kernel: Any = copy_box
+    pages, out = torch.randn(3, 64, 64, device=gpu).half(), torch.zeros(32, 64, device=gpu).half()
+    boxes = {0: make_box(), 1: make_box(rows=32)}
+    launch = Launcher(kernel, 2, {"ROWS": 32, "num_warps": 4}).bind(gpu, (1,), (32,), boxes)
+    launch(pages[0], out)
+    monkeypatch.setattr(kernel, "run", None)
+    for page in (pages[0], pages[1], pages[2], pages[1]):
+        launch(page, out.zero_())
+        assert torch.equal(out, page[32:])
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from evenshare.device import epilogue
 from evenshare.gemm.kernels import matmul
 from evenshare.ops.kernels import append
 from evenshare.quant.kernels import w4a16
-from evenshare.schedule import device_planner
+from evenshare.schedule.kernels import parts, shares
 
 # ptxas keeps a few registers on the stack around the calls that divide 64-bit integers, outside the loops.
 AROUND_CALLS = 8
@@ -194,37 +194,45 @@ def merge_specs() -> Iterator[Spec]:
 def small_specs() -> Iterator[Spec]:
     """Kernels of indices: planning, the tile table, appending to a cache."""
     for form in (0, 1, 2):
-        shared = {"HAS_QO": True, "FORM": form, "PAGE_SIZE": 16 if form else 0, "GROUP": 4, "BLOCK_M": 16}
-        lengths = pointers("i32", "qo_indptr", "kv_indptr", "kv_lens", "offsets")
-        counts = ("batch", "max_tiles", "table_stride", "table_width", "num_indices")
-        yield Spec(
-            f"tile_offsets form {form}", tile_table.tile_offsets, shared | {"BLOCK": 1024}, lengths | pointers("i32", "status"),
-            unaligned=counts, known_spills=AROUND_CALLS,
-        )  # fmt: skip
-        constants = shared | {"CAUSAL": True, "HAS_WINDOW": True, "BLOCK_N": 128, "BLOCK": 128}
-        types = lengths | pointers("i32", "tiles", "iterations")
-        yield Spec(
-            f"tile_table form {form}", tile_table.tile_table, constants, types, unaligned=(*counts, "window_left")
-        )
-    rows = pointers("i32", "iterations", "status", "worker_indptr", "segments", "waves", "rank_cum", "cut_cum", "split_cum",
-                    "part_cum", "slot_cum") | pointers("i64", "cost_cum", "bound", "totals", "loads")  # fmt: skip
-    sizes = ("num_rows", "inner", "overhead", "parameter", "num_workers", "max_segments")
-    blocks = {"BLOCK": 1024, "WORKER_BLOCK": 512}
-    planners: list[tuple[str, dict[str, Any], dict[str, str]]] = [
-        ("measure_rows", {"BLOCK": 1024}, {}),
-        ("measure_waves", {"BLOCK": 128}, {}),
-        ("measure_shares", blocks | {"LEVEL": False}, {}),
-        ("measure_shares", blocks | {"LEVEL": True}, {}),
-        ("fill_shares", {"BLOCK": 128}, {}),
-        *(("measure_parts", blocks | {"CUT": cut}, pointers("i64", "part_cum")) for cut in (0, 1, 2)),
-        *(("fill_parts", {"CUT": cut, "BLOCK": 128}, pointers("i64", "part_cum")) for cut in (0, 1, 2)),
+        for has_qo in (False, True):
+            constants = {"HAS_QO": has_qo, "FORM": form, "PAGE_SIZE": 16 if form else 0, "GROUP": 4, "BLOCK_M": 16}
+            constants |= {"CAUSAL": True, "HAS_WINDOW": True, "BLOCK_N": 128, "BLOCK": 128, "REQUEST_BLOCK": 1024}
+            types = pointers("i32", "qo_indptr", "kv_indptr", "kv_lens", "tiles", "iterations", "num_tiles", "status")
+            counts = ("batch", "max_tiles", "table_stride", "table_width", "num_indices", "window_left")
+            name = f"tile_table form {form} {'queries' if has_qo else 'one query'}"
+            yield Spec(name, tile_table.tile_table, constants, types, unaligned=counts)
+    rows = pointers(
+        "i32", "iterations", "num_rows", "status", "worker_indptr", "segments", "waves", "slot_cum", "split_cum"
+    )
+    rows |= pointers("i64", "totals", "loads", "part_cum")
+    sizes = ("max_rows", "inner", "overhead", "parameter", "num_workers", "max_segments")
+    workers = {"WORKER_BLOCK": 512}
+    planners: list[tuple[Any, dict[str, Any], int]] = [
+        *((shares.measure_waves, {"BLOCK": block, "WAVE_BLOCK": 64}, 4) for block in (128, 1024)),
+        *(
+            (shares.plan_shares, workers | {"BLOCK": block, "LEVEL": level, "FILL_BLOCK": 128}, 8)
+            for block in (128, 1024)
+            for level in (False, True)
+        ),
+        *((parts.measure_parts, workers | {"BLOCK": 1024, "CUT": cut}, 4) for cut in (0, 1, 2)),
+        *((parts.fill_parts, {"CUT": cut, "BLOCK": 128}, 4) for cut in (0, 1, 2)),
     ]
-    for name, constants, changed in planners:
-        kernel = getattr(device_planner, name)
-        types = {argument: kind for argument, kind in (rows | changed).items() if argument in kernel.arg_names}
+    for kernel, constants, num_warps in planners:
+        types = {argument: kind for argument, kind in rows.items() if argument in kernel.arg_names}
         unaligned = tuple(size for size in sizes if size in kernel.arg_names)
-        details = " ".join(f"{key.lower()}={value}" for key, value in constants.items() if key in ("LEVEL", "CUT"))
-        yield Spec(f"{name} {details}".strip(), kernel, constants, types, unaligned=unaligned)
+        details = " ".join(
+            f"{key.lower()}={value}" for key, value in constants.items() if key in ("LEVEL", "CUT", "BLOCK")
+        )
+        divides = AROUND_CALLS if kernel is shares.plan_shares else 0
+        yield Spec(
+            f"{kernel.__name__} {details}",
+            kernel,
+            constants,
+            types,
+            unaligned=unaligned,
+            num_warps=num_warps,
+            known_spills=divides,
+        )
     for has_indptr in (False, True):
         types = pointers("bf16", "k", "v", "k_cache", "v_cache")
         types |= pointers("i32", "batch_indices", "positions", "kv_indptr", "table")

@@ -108,7 +108,7 @@ class TritonExecutor:
         self.num_workers = target.num_sms * self.tile.workers_per_sm
         self.tiles = torch.zeros(max_tiles, TILE_COLUMNS, dtype=torch.int32, device=device)
         self.iterations = torch.zeros(max_tiles, dtype=torch.int32, device=device)
-        self.offsets = torch.zeros(capacity.max_batch + 1, dtype=torch.int32, device=device)
+        self.num_tiles = torch.zeros(1, dtype=torch.int32, device=device)
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         max_tile_blocks = max(-(-capacity.max_kv_len // self.tile.block_n), 1)
         self.max_iterations = max_tiles * problem.num_kv_heads * max_tile_blocks
@@ -138,9 +138,9 @@ class TritonExecutor:
             batch = move(batch, device)
             with torch.cuda.device_of(self.tiles):  # the tensors' GPU, not the current one
                 launch.launch_tile_table(
-                    problem, self.tile, batch, self.tiles, self.iterations, self.offsets, self.status
+                    problem, self.tile, batch, self.tiles, self.iterations, self.num_tiles, self.status
                 )
-                self.schedule = self.device_planner.plan(self.iterations)
+                self.schedule = self.device_planner.plan(self.iterations, self.num_tiles)
         self.kv_indices = self.tiles if batch.kv_indices is None else batch.kv_indices.to(device, non_blocking=True)
         self.num_indices = batch.num_indices
         if self.workspace is None:

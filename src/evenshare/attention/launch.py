@@ -15,7 +15,7 @@ from evenshare.device.workspace import Workspace
 from evenshare.schedule.plan import Plan
 
 FORMS = {"ragged": 0, "paged": 1, "block_table": 2, "dense": 3}
-REQUEST_BLOCK = 1024  # requests that one step of the prefix sum takes
+REQUEST_BLOCKS = (128, 1024)  # requests that a step of the prefix sum takes: at least, at most
 TILE_BLOCK = 128
 INTERPRETER_BLOCK = 16  # the interpreter's time grows with the block
 
@@ -35,51 +35,40 @@ def launch_tile_table(
     batch: Batch,
     tiles: torch.Tensor,
     iterations: torch.Tensor,
-    offsets: torch.Tensor,
+    num_tiles: torch.Tensor,
     status: torch.Tensor,
 ) -> None:
-    """Device metadata -> tiles, iterations and status, in place. No sync, no allocation."""
-    small = tiles.device.type == "cpu"
+    """Device metadata -> tiles, iterations, their number and status, in place. No sync, no allocation."""
     max_tiles = tiles.shape[0]
-    placeholder = offsets
-    indptrs = (
-        batch.qo_indptr if batch.qo_indptr is not None else placeholder,
-        batch.kv_indptr if batch.kv_indptr is not None else placeholder,
-        batch.kv_lens if batch.kv_lens is not None else placeholder,
-    )
-    table = (batch.table_stride, batch.table_width, batch.num_indices)
-    shared = {
-        "HAS_QO": batch.qo_indptr is not None,
-        "FORM": FORMS[batch.form],
-        "PAGE_SIZE": problem.page_size,
-        "GROUP": problem.group_size,
-        "BLOCK_M": tile.block_m,
-    }
-    tile_table_kernels.tile_offsets[(1,)](
-        *indptrs,
-        offsets,
+    if tiles.device.type == "cpu":
+        block = request_block = INTERPRETER_BLOCK
+    else:
+        low, high = REQUEST_BLOCKS
+        block, request_block = TILE_BLOCK, min(max(next_power_of_2(batch.size), low), high)
+    tile_table_kernels.tile_table[(max(triton.cdiv(max_tiles, block), 1),)](
+        batch.qo_indptr if batch.qo_indptr is not None else status,  # a placeholder
+        batch.kv_indptr if batch.kv_indptr is not None else status,
+        batch.kv_lens if batch.kv_lens is not None else status,
+        tiles,
+        iterations,
+        num_tiles,
         status,
         batch.size,
         max_tiles,
-        *table,
-        **shared,
-        BLOCK=INTERPRETER_BLOCK if small else REQUEST_BLOCK,
-    )
-    block = INTERPRETER_BLOCK if small else TILE_BLOCK
-    tile_table_kernels.tile_table[(triton.cdiv(max_tiles, block),)](
-        *indptrs,
-        offsets,
-        tiles,
-        iterations,
-        batch.size,
-        max_tiles,
-        *table,
+        batch.table_stride,
+        batch.table_width,
+        batch.num_indices,
         problem.window_left,
-        **shared,
+        HAS_QO=batch.qo_indptr is not None,
+        FORM=FORMS[batch.form],
+        PAGE_SIZE=problem.page_size,
+        GROUP=problem.group_size,
         CAUSAL=problem.causal,
         HAS_WINDOW=problem.window_left >= 0,
+        BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK=block,
+        REQUEST_BLOCK=request_block,
     )
 
 

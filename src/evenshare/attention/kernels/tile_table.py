@@ -1,7 +1,9 @@
-"""The tile table on the device: which rows and keys each row tile has. Two launches, no sync; same values as attention.tiles."""
+"""The tile table on the device: which rows and keys each row tile has. One launch, no sync; same values as attention.tiles."""
 
 import triton
 import triton.language as tl
+
+from evenshare.device.search import count_at_most
 
 BAD_LENGTHS = tl.constexpr(4)
 TILES_OVERFLOW = tl.constexpr(2)
@@ -50,54 +52,56 @@ def request_bounds(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, r, mask, table_str
 
 
 # Sizes of the batch are not specialised on: no compilation for a batch of one, or of a multiple of 16.
-@triton.jit(do_not_specialize=["batch", "max_tiles", "table_stride", "table_width", "num_indices"])
-def tile_offsets(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, offsets_ptr, status_ptr, batch, max_tiles,
-                 table_stride, table_width, num_indices, HAS_QO: tl.constexpr, FORM: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One program: offsets [batch + 1] = exclusive prefix sum of the requests' numbers of row tiles. Sets the plan's status."""
-    index = tl.arange(0, BLOCK)
-    total = tl.zeros([], tl.int32)
-    status = tl.zeros([], tl.int32)
-    tl.store(offsets_ptr, 0)
-    for start in range(0, batch, BLOCK):
-        r = start + index
-        mask = r < batch
-        _, qo_len, _, _, bad = request_bounds(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, r, mask,
-                                              table_stride, table_width, num_indices, HAS_QO, FORM, PAGE_SIZE)  # fmt: skip
-        tiles = tl.where(mask, (qo_len * GROUP + BLOCK_M - 1) // BLOCK_M, 0)
-        inclusive = tl.cumsum(tiles, 0)
-        tl.store(offsets_ptr + 1 + r, total + inclusive, mask=mask)
-        total += tl.sum(tiles, 0)
-        status |= tl.max(bad.to(tl.int32), 0) * BAD_LENGTHS
-    status |= (total > max_tiles).to(tl.int32) * TILES_OVERFLOW
-    tl.store(status_ptr, status)
-
-
 @triton.jit(do_not_specialize=["batch", "max_tiles", "table_stride", "table_width", "num_indices", "window_left"])
-def tile_table(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, offsets_ptr, tiles_ptr, iterations_ptr, batch, max_tiles, table_stride,
-               table_width, num_indices, window_left,
+def tile_table(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, tiles_ptr, iterations_ptr, num_tiles_ptr, status_ptr, batch, max_tiles,
+               table_stride, table_width, num_indices, window_left,
                HAS_QO: tl.constexpr, FORM: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
-               HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Grid over blocks of tiles: fills tiles [max_tiles, 8] and iterations [max_tiles]; tiles past the last have 0 iterations."""
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+               HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+               REQUEST_BLOCK: tl.constexpr):  # fmt: skip
+    """Grid over blocks of tiles: fills tiles [max_tiles, 8] and iterations [max_tiles]; tiles past the last have 0 iterations.
+
+    Every program sums up all requests' tiles for itself; the first one sets the number of tiles and the plan's status."""
+    program = tl.program_id(0)
+    t = program * BLOCK + tl.arange(0, BLOCK)
     in_table = t < max_tiles
-    num_tiles = tl.load(offsets_ptr + batch)
-    mask = in_table & (t < num_tiles)
-    # Binary search for the request r with offsets[r] <= t < offsets[r + 1].
-    low = tl.zeros([BLOCK], tl.int32)
-    high = tl.zeros([BLOCK], tl.int32) + batch
-    span = batch
-    while span > 0:
-        middle = (low + high) // 2
-        right = tl.load(offsets_ptr + 1 + middle, mask=mask & (middle < batch), other=0) <= t
-        open_ = low < high
-        low = tl.where(open_ & right, middle + 1, low)
-        high = tl.where(open_ & (right == 0), middle, high)
-        span = span // 2
-    r = tl.minimum(low, batch - 1)
+    bad = tl.zeros([REQUEST_BLOCK], tl.int32)
+    # The request r with first_tile[r] <= t < first_tile[r + 1].
+    if HAS_QO:
+        total = tl.zeros([], tl.int32)
+        r = tl.zeros([BLOCK], tl.int32)
+        first_tile = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, batch, REQUEST_BLOCK):
+            request = start + tl.arange(0, REQUEST_BLOCK)
+            there = request < batch
+            _, qo_len, _, _, is_bad = request_bounds(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, request, there,
+                                                     table_stride, table_width, num_indices, HAS_QO, FORM, PAGE_SIZE)  # fmt: skip
+            bad |= is_bad.to(tl.int32)
+            count = (qo_len.to(tl.int64) * GROUP + BLOCK_M - 1) // BLOCK_M
+            count = tl.where(there, tl.minimum(count, max_tiles + 1), 0).to(tl.int32)  # more need not be told apart
+            ends = total + tl.cumsum(count, 0)
+            position = count_at_most(ends, t, REQUEST_BLOCK)
+            here = t >= total  # and if it lies behind these requests as well, a later step overwrites it
+            r = tl.where(here, start + position, r)
+            first_tile = tl.where(here, tl.gather(ends - count, position, 0), first_tile)
+            total += tl.sum(count, 0)
+    else:
+        TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+        total = batch * TILES
+        r = t // TILES
+        first_tile = r * TILES
+        if program == 0:
+            for start in range(0, batch, REQUEST_BLOCK):
+                request = start + tl.arange(0, REQUEST_BLOCK)
+                _, _, _, _, is_bad = request_bounds(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, request, request < batch,
+                                                    table_stride, table_width, num_indices, HAS_QO, FORM, PAGE_SIZE)  # fmt: skip
+                bad |= is_bad.to(tl.int32)
+    if program == 0:
+        tl.store(num_tiles_ptr, tl.minimum(total, max_tiles))
+        tl.store(status_ptr, tl.max(bad, 0) * BAD_LENGTHS | (total > max_tiles).to(tl.int32) * TILES_OVERFLOW)
+    mask = in_table & (t < total)
     q_start, qo_len, kv_start, kv_len, _ = request_bounds(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, r, mask,
                                                           table_stride, table_width, num_indices, HAS_QO, FORM, PAGE_SIZE)  # fmt: skip
-    row_begin = (t - tl.load(offsets_ptr + r, mask=mask, other=0)) * BLOCK_M
+    row_begin = (t - first_tile) * BLOCK_M
     first_q = row_begin // GROUP
     last_q = tl.minimum((row_begin + BLOCK_M - 1) // GROUP, qo_len - 1)
     begin = tl.zeros([BLOCK], tl.int32)

@@ -201,10 +201,9 @@ def small_specs() -> Iterator[Spec]:
             counts = ("batch", "max_tiles", "table_stride", "table_width", "num_indices", "window_left")
             name = f"tile_table form {form} {'queries' if has_qo else 'one query'}"
             yield Spec(name, tile_table.tile_table, constants, types, unaligned=counts)
-    rows = pointers(
-        "i32", "iterations", "num_rows", "status", "worker_indptr", "segments", "waves", "slot_cum", "split_cum"
-    )
-    rows |= pointers("i64", "totals", "loads", "part_cum")
+    rows = pointers("i32", "iterations", "num_rows", "status", "worker_indptr", "segments", "waves", "numbers")
+    rows |= pointers("i32", "slot_cum", "split_cum")
+    rows |= pointers("i64", "totals", "ends", "loads", "part_cum")
     sizes = ("max_rows", "inner", "overhead", "parameter", "num_workers", "max_segments")
     workers = {"WORKER_BLOCK": 512}
     planners: list[tuple[Any, dict[str, Any], int]] = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -22,6 +24,7 @@ CASES = [  # iterations, inner, overhead, workers
     ([3] * 20, 1, 9, 8),  # shares shorter than the constant cost
     ([2] * 37, 2, 1, 3),  # more rows than one block of the interpreter
     ([1] * 25, 2, 0, 2),  # more waves than one block
+    ([0] * 17 + [3, 0, 9], 1, 1, 4),  # a whole block of empty rows first
 ]
 
 
@@ -42,6 +45,21 @@ def test_same_as_host(device: torch.device, policy: str, case: tuple[list[int], 
     for values in (iterations, iterations.flip(0), iterations * 2):  # the same planner, again and again
         host = make_plan(RaggedSpace(values, inner, overhead), policy, num_workers, max_iterations=4000)
         assert_same(host, planner.plan(values.to(device)))
+
+
+@pytest.mark.parametrize("policy", DEVICE_POLICIES)
+def test_rows_past_the_number_on_the_device_are_not_read(device: torch.device, policy: str) -> None:
+    iterations = torch.tensor([3, 9, 0, 4] + [-7] * 20, dtype=torch.int32)
+    planner = DevicePlanner(RaggedSpace(iterations.to(device), 2, 1), policy, 3, max_iterations=200)
+    number = torch.zeros(1, dtype=torch.int32, device=device)
+    for count in (4, 0, 2, 1, 4):
+        number.fill_(count)
+        values = torch.zeros_like(iterations)
+        values[:count] = iterations[:count]
+        host = make_plan(RaggedSpace(values, 2, 1), policy, 3, max_iterations=200)
+        assert_same(host, planner.plan(iterations.to(device), number))
+    number.fill_(1000)  # clamped to the rows that there are
+    assert int(planner.plan(iterations.to(device), number).status) == Status.BAD_LENGTHS
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -80,10 +98,12 @@ def test_negative_lengths_are_empty_rows(device: torch.device, policy: str) -> N
 @pytest.mark.parametrize("policy", DEVICE_POLICIES)
 def test_large_spaces(policy: str) -> None:
     generator = torch.Generator().manual_seed(1)
-    for num_rows, inner, num_workers, longest in ((3000, 8, 264, 50), (256, 8, 132, 2000), (70, 4, 1000, 60000)):
-        iterations = torch.randint(0, longest, (num_rows,), generator=generator, dtype=torch.int32)
-        iterations[::7] = 0
-        limit = num_rows * inner * longest
+    sizes = ((3000, 8, 264, 50), (256, 8, 132, 2000), (70, 4, 1000, 60000), (1500, 8, 264, 2), (1, 1, 264, 9))
+    for (num_rows, inner, num_workers, longest), holes in product(sizes, (True, False)):
+        iterations = torch.randint(0 if holes else 1, longest + 1, (num_rows,), generator=generator, dtype=torch.int32)
+        if holes:
+            iterations[::7] = 0
+        limit = num_rows * inner * (longest + 1)
         planner = DevicePlanner(RaggedSpace(iterations.cuda(), inner, 1), policy, num_workers, max_iterations=limit)
         host = make_plan(RaggedSpace(iterations, inner, 1), policy, num_workers, max_iterations=limit)
         assert_same(host, planner.plan(iterations.cuda()))
@@ -132,5 +152,7 @@ def test_errors_name_the_argument(device: torch.device) -> None:
         planner.plan(torch.ones(2, dtype=torch.int32, device=device))
     with pytest.raises(ValueError, match=r"iterations: got torch.int64 \(3,\) on .*, want torch.int32 \(3,\)"):
         planner.plan(torch.ones(3, dtype=torch.int64, device=device))
+    with pytest.raises(ValueError, match=r"num_rows: got torch.int64 \(1,\) on .*, want torch.int32 \(1,\) on"):
+        planner.plan(torch.ones(3, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int64, device=device))
     with pytest.raises(ValueError, match="iterations: got stride 2, want 1"):
         planner.plan(torch.ones(6, dtype=torch.int32, device=device)[::2])

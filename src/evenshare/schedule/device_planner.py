@@ -49,8 +49,14 @@ class DevicePlanner:
         # Scratch. By parts: prefix sums over rows. By shares: what measure_waves hands on.
         rows = 0 if self._by_worker else self.num_rows
         self._sums = [ints(rows, torch.int64), ints(rows), ints(rows)]
-        self._totals, self._waves = ints(3, torch.int64), ints(num_workers)
-        self._loads = ints(space.num_tiles if self._level else 0, torch.int64)
+        rows, tiles = (self.num_rows, space.num_tiles) if self._level else (0, 0)
+        self._measured = [
+            ints(3, torch.int64),
+            ints(rows, torch.int64),
+            ints(rows),
+            ints(tiles, torch.int64),
+            ints(num_workers),
+        ]
         self._all_rows = torch.full((1,), self.num_rows, dtype=torch.int32, device=device)
         self.arrays = Plan(
             num_workers,
@@ -102,7 +108,7 @@ class DevicePlanner:
     def _plan_shares(self, iterations: torch.Tensor, num_rows: torch.Tensor) -> None:
         plan, row_block = self.arrays, self._row_block
         sizes = (self.num_rows, self.inner, self.overhead, plan.num_workers)
-        rows = (iterations, num_rows, self._totals, self._loads, self._waves)
+        rows = (iterations, num_rows, *self._measured)
         num_warps = 8 if max(row_block, self._worker_block) > 256 else 4
         if self._level:
             shares.measure_waves[(plan.num_workers,)](

@@ -1,8 +1,8 @@
 """Even shares and level fill on the device: one launch with a program a worker, and before it, for level fill, one more.
 
 Every program sums up all rows and finds all workers' boundaries for itself, then writes its own worker's segments. That is the same
-work many times over, but it is done at once, in registers, where a launch that measures and one that fills would take two launches and
-the way through global memory between them. Nobody waits for anybody, and nothing is left to reset.
+work many times over, but done at once, in registers; a program that measures for all, and another launch that fills, would cost a
+launch and the way through global memory. Nobody waits for anybody, and nothing is left to reset.
 
 A row's tiles cost the same. A boundary is rank << 32 | iteration; a tile's rank is its number among those that are not empty.
 """
@@ -18,27 +18,28 @@ MOST = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _sum_rows(iterations_ptr, num_rows, inner, overhead, BLOCK: tl.constexpr):
+def _sum_rows(iterations_ptr, num_rows, max_rows, inner, overhead, BLOCK: tl.constexpr):
     """(cost of all tiles, rows that are not empty, largest cost of a tile, 1 if no row before those is empty, 1 if one is negative)."""
     index = tl.arange(0, BLOCK)
     cost = tl.zeros([BLOCK], tl.int64)
     count = tl.zeros([BLOCK], tl.int32)
-    last = tl.zeros([BLOCK], tl.int32)
+    last = tl.zeros([BLOCK], tl.int32)  # row that is not empty, plus one; MOST after a negative one
     largest = tl.zeros([BLOCK], tl.int32)
-    bad = tl.zeros([BLOCK], tl.int32)
+    # A step ahead, the first one not even waiting for num_rows to arrive.
+    following = tl.load(iterations_ptr + index, mask=index < max_rows, other=0)
     for start in range(0, num_rows, BLOCK):
         row = start + index
-        n = tl.load(iterations_ptr + row, mask=row < num_rows, other=0)
+        n = tl.where(row < num_rows, following, 0)
+        following = tl.load(iterations_ptr + row + BLOCK, mask=row + BLOCK < num_rows, other=0)
         there = n > 0
         cost += tl.where(there, n.to(tl.int64) + overhead, 0)
         count += there.to(tl.int32)
-        last = tl.where(there, row + 1, last)
+        last = tl.maximum(last, tl.where(there, row + 1, tl.where(n < 0, MOST, 0)))
         largest = tl.maximum(largest, n)
-        bad |= (n < 0).to(tl.int32)
     filled = tl.sum(count, 0)
+    until = tl.max(last, 0)
     largest_cost = tl.max(largest, 0).to(tl.int64) + overhead
-    dense = (tl.max(last, 0) == filled).to(tl.int32)
-    return tl.sum(cost, 0) * inner, filled, largest_cost, dense, tl.max(bad, 0)
+    return tl.sum(cost, 0) * inner, filled, largest_cost, (until == filled).to(tl.int32), (until == MOST).to(tl.int32)
 
 
 @triton.jit
@@ -57,46 +58,80 @@ def _find_rows(iterations_ptr, num_rows, number, dense, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _find_bounds(iterations_ptr, num_rows, inner, overhead, bound_cost, total, num_ranks, BLOCK: tl.constexpr):
-    """Where the workers' boundaries in cost fall: the row, the tile in it, and what lies behind the tile's constant cost."""
-    begin = tl.zeros_like(bound_cost)  # cost of the rows before
-    row = tl.zeros_like(bound_cost)  # the row's number among those that are not empty << 32 | its iterations
+def _sum_block(iterations_ptr, start, num_rows, before, numbers_before, dense, inner, overhead, BLOCK: tl.constexpr):
+    """Of BLOCK rows from start on: (iterations, cost of the row, inclusive prefix sum of it, number among those that are not empty)."""
+    row = start + tl.arange(0, BLOCK)
+    n = tl.maximum(tl.load(iterations_ptr + row, mask=row < num_rows, other=0), 0)
+    cost = tl.where(n > 0, n.to(tl.int64) + overhead, 0) * inner
+    number = row
+    if dense == 0:
+        number = numbers_before + tl.cumsum((n > 0).to(tl.int32), 0) - 1
+    return n, cost, before + tl.cumsum(cost, 0), number
+
+
+@triton.jit
+def _find_in_rows(iterations_ptr, num_rows, bound_cost, dense, inner, overhead, BLOCK: tl.constexpr):
+    """Elementwise, of the row in which bound_cost falls: (number among those that are not empty, iterations, cost of the rows before)."""
+    begin = tl.zeros_like(bound_cost)
+    found = tl.zeros_like(bound_cost)  # number << 32 | iterations
     before = tl.zeros([], tl.int64)
-    rows_before = tl.zeros([], tl.int32)
+    numbers_before = tl.zeros([], tl.int32)
     for start in range(0, num_rows, BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        n = tl.load(iterations_ptr + index, mask=index < num_rows, other=0)
-        there = n > 0
-        cost = tl.where(there, n.to(tl.int64) + overhead, 0) * inner
-        ends = before + tl.cumsum(cost, 0)
-        numbers = rows_before + tl.cumsum(there.to(tl.int32), 0) - 1
+        n, cost, ends, number = _sum_block(
+            iterations_ptr, start, num_rows, before, numbers_before, dense, inner, overhead, BLOCK
+        )
         position = count_at_most(ends, bound_cost, BLOCK)
         here = bound_cost >= before  # and if it lies behind this block as well, a later one overwrites it
         begin = tl.where(here, tl.gather(ends - cost, position, 0), begin)
-        row = tl.where(here, tl.gather((numbers.to(tl.int64) << 32) | tl.maximum(n, 0), position, 0), row)
+        found = tl.where(here, tl.gather((number.to(tl.int64) << 32) | n, position, 0), found)
         before += tl.sum(cost, 0)
-        rows_before += tl.sum(there.to(tl.int32), 0)
-    own = tl.maximum((row & LOW) + overhead, 1)
-    rest = bound_cost - begin
-    within = rest // own
-    inside = tl.maximum(rest - within * own - overhead, 0)
-    return tl.where(bound_cost < total, (((row >> 32) * inner + within) << 32) | inside, num_ranks << 32)
+        if dense == 0:
+            numbers_before += tl.sum((n > 0).to(tl.int32), 0)
+    return found >> 32, found & LOW, begin
+
+
+@triton.jit
+def _look_up_in_rows(iterations_ptr, ends_ptr, numbers_ptr, num_rows, bound_cost, mask):
+    """The same from the prefix sums of measure_waves: a binary search among many rows."""
+    low = tl.zeros_like(bound_cost).to(tl.int32)
+    high = low + num_rows
+    span = num_rows
+    while span > 0:
+        middle = (low + high) // 2
+        open_ = low < high
+        right = tl.load(ends_ptr + middle, mask=mask & open_, other=0) <= bound_cost
+        low = tl.where(open_ & right, middle + 1, low)
+        high = tl.where(open_ & (right == 0), middle, high)
+        span = span // 2
+    mask &= low < num_rows
+    number = tl.load(numbers_ptr + low, mask=mask, other=0).to(tl.int64)
+    n = tl.load(iterations_ptr + low, mask=mask, other=0).to(tl.int64)
+    return number, n, tl.load(ends_ptr + low - 1, mask=mask & (low > 0), other=0)
 
 
 @triton.jit(do_not_specialize=["max_rows", "inner", "overhead", "num_workers"])
-def measure_waves(iterations_ptr, num_rows_ptr, totals_ptr, loads_ptr, waves_ptr, status_ptr,
+def measure_waves(iterations_ptr, num_rows_ptr, totals_ptr, ends_ptr, numbers_ptr, loads_ptr, waves_ptr, status_ptr,
                   max_rows, inner, overhead, num_workers, BLOCK: tl.constexpr, WAVE_BLOCK: tl.constexpr):  # fmt: skip
     """Level fill: loads[rank] = cost of that whole tile and of the worker's ones before it; waves[w] = how many may be whole.
 
-    totals = (cost of all tiles, ranks, whether no row is empty before one that is not)."""
+    totals = (cost of all tiles, ranks, whether no row is empty before one that is not). ends, numbers: prefix sums over rows, of
+    cost and of rows that are not empty, a block to a program."""
     w = tl.program_id(0)
     num_rows = tl.minimum(tl.load(num_rows_ptr), max_rows)
-    total, rows, largest, dense, bad = _sum_rows(iterations_ptr, num_rows, inner, overhead, BLOCK)
+    total, rows, largest, dense, bad = _sum_rows(iterations_ptr, num_rows, max_rows, inner, overhead, BLOCK)
     if w == 0:
         tl.store(totals_ptr, total)
         tl.store(totals_ptr + 1, rows.to(tl.int64) * inner)
         tl.store(totals_ptr + 2, dense.to(tl.int64))
         tl.store(status_ptr, bad * BAD_LENGTHS)
+    for start in range(w * BLOCK, num_rows, num_workers * BLOCK):
+        before, numbers_before, _, _, _ = _sum_rows(iterations_ptr, start, start, inner, overhead, BLOCK)
+        _, _, ends, number = _sum_block(
+            iterations_ptr, start, num_rows, before, numbers_before, dense, inner, overhead, BLOCK
+        )
+        row = start + tl.arange(0, BLOCK)
+        tl.store(ends_ptr + row, ends, mask=row < num_rows)
+        tl.store(numbers_ptr + row, number, mask=row < num_rows)
     num_waves = rows * inner // num_workers
     load = tl.zeros([], tl.int64)
     fit = tl.zeros([], tl.int32)
@@ -114,8 +149,8 @@ def measure_waves(iterations_ptr, num_rows_ptr, totals_ptr, loads_ptr, waves_ptr
 
 
 @triton.jit(do_not_specialize=["max_rows", "inner", "overhead", "num_workers", "max_segments"])
-def plan_shares(iterations_ptr, num_rows_ptr, totals_ptr, loads_ptr, waves_ptr, worker_indptr_ptr, segments_ptr, status_ptr,
-                max_rows, inner, overhead, num_workers, max_segments,
+def plan_shares(iterations_ptr, num_rows_ptr, totals_ptr, ends_ptr, numbers_ptr, loads_ptr, waves_ptr,
+                worker_indptr_ptr, segments_ptr, status_ptr, max_rows, inner, overhead, num_workers, max_segments,
                 LEVEL: tl.constexpr, BLOCK: tl.constexpr, WORKER_BLOCK: tl.constexpr, FILL_BLOCK: tl.constexpr):  # fmt: skip
     """Worker w = program w: whole tiles of the waves (LEVEL; else there are none), then its share of the tail."""
     w = tl.program_id(0)
@@ -131,36 +166,42 @@ def plan_shares(iterations_ptr, num_rows_ptr, totals_ptr, loads_ptr, waves_ptr, 
             loads_ptr + (waves - 1).to(tl.int64) * num_workers + index, mask=is_worker & (waves > 0), other=0
         )
         bound_cost = tl.sum(load, 0) + index.to(tl.int64) * total // num_workers - (tl.cumsum(load, 0) - load)
+        number, length, row_begin = _look_up_in_rows(
+            iterations_ptr, ends_ptr, numbers_ptr, num_rows, bound_cost, is_worker
+        )
     else:
-        total, rows, _, dense, bad = _sum_rows(iterations_ptr, num_rows, inner, overhead, BLOCK)
+        total, rows, _, dense, bad = _sum_rows(iterations_ptr, num_rows, max_rows, inner, overhead, BLOCK)
         num_ranks = rows.to(tl.int64) * inner
         waves = tl.zeros([], tl.int32)
         bound_cost = index.to(tl.int64) * total // num_workers
+        number, length, row_begin = _find_in_rows(iterations_ptr, num_rows, bound_cost, dense, inner, overhead, BLOCK)
         if w == 0:
             tl.store(status_ptr, bad * BAD_LENGTHS)
-    bound = _find_bounds(iterations_ptr, num_rows, inner, overhead, bound_cost, total, num_ranks, BLOCK)
-    bound = tl.where(is_worker, bound, num_ranks << 32)
+    # Where the workers' boundaries fall: the row, the tile in it, and what lies behind the tile's constant cost.
+    own = tl.maximum(length + overhead, 1)
+    within = (bound_cost - row_begin) // own
+    inside = tl.maximum(bound_cost - row_begin - within * own - overhead, 0)
+    bound = ((number * inner + within) << 32) | inside
+    bound = tl.where(is_worker & (bound_cost < total), bound, num_ranks << 32)
 
     # A cut is a boundary inside a tile that is not the one before it; it counts once, and the first cut of a tile once more above.
     before = tl.gather(bound, tl.maximum(index - 1, 0), 0)
     is_cut = is_worker & ((bound & LOW) > 0) & ((index == 0) | (bound != before))
     is_first_cut = is_cut & ((index == 0) | (before >> 32 != bound >> 32) | ((before & LOW) == 0))
     cuts = is_cut.to(tl.int64) | (is_first_cut.to(tl.int64) << 32)
-    after = tl.gather(bound, tl.minimum(index + 1, WORKER_BLOCK - 1), 0)
-    tail = (after >> 32) - (bound >> 32) + ((after & LOW) > 0).to(tl.int64)
-    counts = tl.where(is_worker, waves + tl.where(after == bound, 0, tail).to(tl.int32), 0)
     lower = pick(bound, w)
     upper = pick(bound, w + 1)
     first_rank = lower >> 32
     last_rank = upper >> 32
-    cuts_below = tl.sum(
-        tl.where(bound < (first_rank << 32), cuts, 0), 0
-    )  # in the tiles before the first one of the share
+    # In the tiles before the share's first; until the share begins; in all tiles until its last.
+    cuts_below = tl.sum(tl.where(bound < (first_rank << 32), cuts, 0), 0)
     cuts_until = tl.sum(tl.where(index <= w, cuts, 0), 0)
-    cuts_through = tl.sum(tl.where(bound <= (last_rank << 32 | LOW), cuts, 0), 0)  # and in all until the last one
-    segment_begin = tl.sum(tl.where(index < w, counts, 0), 0)
-    count = pick(counts, w)
-    num_segments = tl.sum(counts, 0)
+    cuts_through = tl.sum(tl.where(bound <= (last_rank << 32 | LOW), cuts, 0), 0)
+    # Every tile begins a segment and every cut one more.
+    num_segments = (num_ranks + (tl.sum(cuts, 0) & LOW)).to(tl.int32)
+    segment_begin = waves * (w - num_workers) + (first_rank + (cuts_until & LOW)).to(tl.int32)
+    ends_in_cut = (((upper & LOW) > 0) & (upper != lower)).to(tl.int32)
+    count = waves + (last_rank - first_rank).to(tl.int32) + ends_in_cut
     if w == 0:
         tl.store(worker_indptr_ptr, 0)
     tl.store(worker_indptr_ptr + 1 + w, segment_begin + count)

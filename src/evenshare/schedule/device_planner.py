@@ -16,6 +16,7 @@ from evenshare.schedule.space import RaggedSpace
 
 # Rows that a step of the prefix sums takes: all of a small space at once, and no more, since searches take log2 steps.
 ROW_BLOCKS = (128, 1024)
+PLAN_WARPS, MEASURE_WARPS = 8, 4  # more warps share the work on a vector, but wait longer for one another
 FILL_BLOCK = 128
 WAVE_BLOCK = 64
 INTERPRETER_BLOCK = 16  # the interpreter's time grows with the blocks
@@ -109,15 +110,14 @@ class DevicePlanner:
         plan, row_block = self.arrays, self._row_block
         sizes = (self.num_rows, self.inner, self.overhead, plan.num_workers)
         rows = (iterations, num_rows, *self._measured)
-        num_warps = 8 if max(row_block, self._worker_block) > 256 else 4
         if self._level:
             shares.measure_waves[(plan.num_workers,)](
-                *rows, plan.status, *sizes, BLOCK=row_block, WAVE_BLOCK=self._wave_block, num_warps=4
+                *rows, plan.status, *sizes, BLOCK=row_block, WAVE_BLOCK=self._wave_block, num_warps=MEASURE_WARPS
             )
         shares.plan_shares[(plan.num_workers,)](
             *rows, plan.worker_indptr, plan.segments, plan.status, *sizes, plan.max_segments,
             LEVEL=self._level, BLOCK=row_block, WORKER_BLOCK=self._worker_block, FILL_BLOCK=self._fill_block,
-            num_warps=num_warps,
+            num_warps=PLAN_WARPS,
         )  # fmt: skip
 
     def _plan_parts(self, iterations: torch.Tensor, num_rows: torch.Tensor) -> None:

@@ -216,13 +216,13 @@ def small_specs() -> Iterator[Spec]:
         *((parts.measure_parts, workers | {"BLOCK": 1024, "CUT": cut}, 4) for cut in (0, 1, 2)),
         *((parts.fill_parts, {"CUT": cut, "BLOCK": 128}, 4) for cut in (0, 1, 2)),
     ]
+    known_spills = {shares.plan_shares: AROUND_CALLS, shares.measure_waves: 4}  # the latter around its loops
     for kernel, constants, num_warps in planners:
         types = {argument: kind for argument, kind in rows.items() if argument in kernel.arg_names}
         unaligned = tuple(size for size in sizes if size in kernel.arg_names)
         details = " ".join(
             f"{key.lower()}={value}" for key, value in constants.items() if key in ("LEVEL", "CUT", "BLOCK")
         )
-        divides = AROUND_CALLS if kernel is shares.plan_shares else 0
         yield Spec(
             f"{kernel.__name__} {details}",
             kernel,
@@ -230,7 +230,7 @@ def small_specs() -> Iterator[Spec]:
             types,
             unaligned=unaligned,
             num_warps=num_warps,
-            known_spills=divides,
+            known_spills=known_spills.get(kernel, 0),
         )
     for has_indptr in (False, True):
         types = pointers("bf16", "k", "v", "k_cache", "v_cache")

@@ -19,11 +19,8 @@ from evenshare.quant import plan as quant_plan
 from tests.aot import specs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DEVICE_FUNCTIONS = {
-    "request_bounds",
-    "store_segment",
-    "clear_segments",
-}  # called by kernels of other files, never launched
+# Called by kernels of other files, never launched.
+DEVICE_FUNCTIONS = {"request_bounds", "store_segment", "clear_segments"}
 BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter's functions cannot be compiled
@@ -85,7 +86,8 @@ def compile_spec(spec: Spec, architecture: int) -> Outcome:
     begin = time.monotonic()
     try:
         types, constants, attributes = spec.signature()
-        source = ASTSource(fn=spec.kernel, signature=types, constexprs=constants, attrs=attributes)
+        source_of = GluonASTSource if spec.kernel.is_gluon() else ASTSource
+        source = source_of(spec.kernel, types, constants, attributes)
         target = GPUTarget("cuda", architecture, 32)
         compiled = triton.compile(source, target=target, options={"num_warps": spec.num_warps})
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -132,7 +134,7 @@ def main() -> int:
     print(f"triton {triton.__version__}, {len(chosen)} kernels, sm_{' and sm_'.join(map(str, ARCHITECTURES))}")
     print(f"{'kernel':{width}}  arch  regs  spills  shared  hgmma  hmma  seconds")
     begin, failed = time.monotonic(), 0
-    work = [(number, architecture) for number in chosen for architecture in ARCHITECTURES]
+    work = [(number, architecture) for number in chosen for architecture in specs[number].architectures]
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as pool:
         for (number, _), outcome in zip(work, pool.map(compile_number, *zip(*work, strict=True)), strict=True):
             spec = specs[number]

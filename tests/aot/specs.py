@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from evenshare.attention.kernels import forward, merge, tile_table
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from evenshare.attention.kernels import forward, hopper_prefill, merge, tile_table
 from evenshare.device import epilogue
 from evenshare.gemm.kernels import matmul
 from evenshare.ops.kernels import append
@@ -34,11 +36,12 @@ class Spec:
     num_warps: int = 4
     tensor_cores: bool = False  # it must use them
     known_spills: int = 0  # LDL and STL instructions that are accepted in any version and architecture
+    architectures: tuple[int, ...] = (80, 90)
 
     @property
     def wgmma(self) -> bool:
         """Whether sm_90 must use its warp-group instruction, which takes 64 rows."""
-        return self.tensor_cores and self.constants["BLOCK_M"] >= 64
+        return self.tensor_cores and self.constants.get("BLOCK_M", 64) >= 64
 
     def signature(self) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]]:
         """(types, constants, attributes) by argument, as the launch would specialise them. Raises ValueError for a wrong name."""
@@ -180,6 +183,48 @@ def attention_specs() -> Iterator[Spec]:
         )
 
 
+def hopper_specs() -> Iterator[Spec]:
+    """Attention in Gluon: K and V by TMA boxes, or gathered."""
+    shared = pointers("fp32", "lse", "partial_o", "partial_lse")
+    shared |= pointers("i32", "kv_indices", "worker_indptr", "segments", "tiles", "counters", "status")
+    shared |= dict.fromkeys(("sm_scale", "logits_soft_cap", "lse_scale"), "fp32")
+    plain = {"GROUP": 4, "PAGE_SIZE": 0, "DENSE": False}
+    plain |= {"CAUSAL": True, "HAS_WINDOW": False, "HAS_SOFT_CAP": False, "HAS_LSE": True}
+    # dtype, head dims of k and v, block n, q buffers, stages, keys of a box (0: gathered), known spills, what differs from `plain`
+    cases: list[tuple[str, int, int, int, int, int, int, int, dict[str, Any]]] = [
+        ("bf16", 128, 128, 128, 2, 2, 128, 24, {"DENSE": True, "GROUP": 1, "HAS_LSE": False}),
+        ("bf16", 128, 128, 128, 2, 2, 128, 24, {"CAUSAL": False}),
+        ("bf16", 128, 128, 128, 2, 2, 16, 36, {"PAGE_SIZE": 16}),
+        ("bf16", 128, 128, 128, 2, 2, 128, 36, {"PAGE_SIZE": 256, "HAS_WINDOW": True}),
+        ("bf16", 128, 128, 128, 2, 2, 0, 36, {"PAGE_SIZE": 1}),
+        ("fp16", 72, 72, 128, 2, 2, 0, 36, {"GROUP": 7, "HAS_SOFT_CAP": True}),
+        ("fp16", 64, 64, 128, 2, 3, 64, 12, {"PAGE_SIZE": 64, "HAS_SOFT_CAP": True}),
+        ("bf16", 256, 256, 64, 1, 2, 64, 30, {}),
+        ("bf16", 192, 128, 64, 1, 2, 16, 12, {"PAGE_SIZE": 16}),
+        ("bf16", 256, 256, 64, 1, 2, 0, 151, {"PAGE_SIZE": 1}),
+    ]
+    for dtype, dim, dim_v, block_n, q_buffers, stages, box, known_spills, changed in cases:
+        blocks = {f"BLOCK_{name}": max(1 << (size - 1).bit_length(), 64) for name, size in (("D", dim), ("DV", dim_v))}
+        constants = plain | {"HEAD_DIM": dim, "HEAD_DIM_V": dim_v, "BLOCK_N": block_n, **blocks} | changed
+        constants |= {"GATHER": box == 0, "BOX": box, "Q_BUFFERS": q_buffers, "STAGES": stages, "num_warps": 4}
+        constants |= dict(
+            zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), (232, 40) if box else (216, 72), strict=True)
+        )
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+        keys = f"tensordesc<{dtype}[1, 1, {box}, 64],{layout!r}>" if box else f"*{dtype}"
+        details = ", ".join(f"{name.lower()}={value}" for name, value in changed.items())
+        yield Spec(
+            f"hopper attention {dtype} D={dim},{dim_v} box={box} {details}".strip(),
+            hopper_prefill.prefill,
+            constants,
+            shared | pointers(dtype, "q", "out") | {"k": keys, "v": keys},
+            unaligned=("stride_lse_head", "stride_q_head", "stride_k_head") if dim == 72 else ("stride_lse_head",),
+            tensor_cores=True,
+            known_spills=known_spills,
+            architectures=(90,),
+        )
+
+
 def merge_specs() -> Iterator[Spec]:
     constants = {"HEAD_DIM": 128, "BLOCK_M": 8, "BLOCK_D": 128}
     types = pointers("fp32", "lse", "lse_a", "lse_b", "lse_out") | {"log2_base": "fp32"}
@@ -196,7 +241,14 @@ def small_specs() -> Iterator[Spec]:
     for form in (0, 1, 2):
         for has_qo in (False, True):
             constants = {"HAS_QO": has_qo, "FORM": form, "PAGE_SIZE": 16 if form else 0, "GROUP": 4, "BLOCK_M": 16}
-            constants |= {"CAUSAL": True, "HAS_WINDOW": True, "BLOCK_N": 128, "BLOCK": 128, "REQUEST_BLOCK": 1024}
+            constants |= {
+                "CAUSAL": True,
+                "HAS_WINDOW": True,
+                "HEADS": 8,
+                "BLOCK_N": 128,
+                "BLOCK": 128,
+                "REQUEST_BLOCK": 1024,
+            }
             types = pointers("i32", "qo_indptr", "kv_indptr", "kv_lens", "tiles", "iterations", "num_tiles", "status")
             counts = ("batch", "max_tiles", "table_stride", "table_width", "num_indices", "window_left")
             name = f"tile_table form {form} {'queries' if has_qo else 'one query'}"
@@ -249,4 +301,4 @@ def small_specs() -> Iterator[Spec]:
 
 
 def all_specs() -> list[Spec]:
-    return [*gemm_specs(), *w4a16_specs(), *attention_specs(), *merge_specs(), *small_specs()]
+    return [*gemm_specs(), *w4a16_specs(), *attention_specs(), *hopper_specs(), *merge_specs(), *small_specs()]

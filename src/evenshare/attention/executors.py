@@ -100,10 +100,12 @@ class TorchExecutor:
 class TritonExecutor:
     """The portable kernels: a tile table, the scheduler's plan and a workspace, all sized by the capacity."""
 
-    def __init__(self, problem: Problem, capacity: Capacity, target: Target, policy: str, planner: str) -> None:
-        self.problem, self.target, self.policy, self.planner = problem, target, policy, planner
+    def __init__(self, problem: Problem, capacity: Capacity, target: Target, policy: str | None, planner: str) -> None:
+        self.problem, self.target, self.planner = problem, target, planner
         device = target.device
-        self.tile = choose_tile(problem, capacity.max_q_rows / max(capacity.max_batch, 1), target.interpreted)
+        mean_qo_len = capacity.max_q_rows / max(capacity.max_batch, 1)
+        self.tile = choose_tile(problem, mean_qo_len, target.capability, target.interpreted)
+        self.policy = self.tile.policy if policy is None else policy
         max_tiles = max_row_tiles(problem, self.tile, capacity.max_batch, capacity.max_q_rows)
         self.num_workers = target.num_sms * self.tile.workers_per_sm
         self.tiles = torch.zeros(max_tiles, TILE_COLUMNS, dtype=torch.int32, device=device)
@@ -111,10 +113,13 @@ class TritonExecutor:
         self.num_tiles = torch.zeros(1, dtype=torch.int32, device=device)
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         max_tile_blocks = max(-(-capacity.max_kv_len // self.tile.block_n), 1)
-        self.max_iterations = max_tiles * problem.num_kv_heads * max_tile_blocks
-        space = RaggedSpace(self.iterations, inner=problem.num_kv_heads, overhead=TILE_OVERHEAD)
+        self.heads_per_row = self.tile.heads_per_row(problem)
+        self.max_iterations = max_tiles * self.heads_per_row * max_tile_blocks
+        space = RaggedSpace(self.iterations, inner=self.heads_per_row, overhead=TILE_OVERHEAD)
         if planner == "device":
-            self.device_planner = DevicePlanner(space, policy, self.num_workers, max_iterations=self.max_iterations)
+            self.device_planner = DevicePlanner(
+                space, self.policy, self.num_workers, max_iterations=self.max_iterations
+            )
         self.schedule: Plan | None = None  # made by the first plan, overwritten by the next ones
         self.workspace: Workspace | None = None
         self.forward: launch.ForwardLauncher | None = None
@@ -127,7 +132,7 @@ class TritonExecutor:
         problem, device = self.problem, self.target.device
         if self.planner == "host":
             tiles, iterations = tile_table(problem, self.tile, batch, self.tiles.shape[0])
-            space = RaggedSpace(iterations, inner=problem.num_kv_heads, overhead=TILE_OVERHEAD)
+            space = RaggedSpace(iterations, inner=self.heads_per_row, overhead=TILE_OVERHEAD)
             schedule = make_plan(
                 space, self.policy, self.num_workers, max_iterations=self.max_iterations, out=self.schedule
             )
@@ -145,7 +150,8 @@ class TritonExecutor:
         self.num_indices = batch.num_indices
         if self.workspace is None:
             elements = self.schedule.max_slots * launch.partial_elements(problem, self.tile)
-            self.workspace = new_workspace(elements, self.schedule.max_counters, device)
+            # Two counters a split tile: the Hopper kernel merges its halves one by one.
+            self.workspace = new_workspace(elements, 2 * self.schedule.max_counters, device)
             self.forward = launch.ForwardLauncher(
                 problem, self.tile, self.schedule, self.tiles, self.workspace, self.status
             )

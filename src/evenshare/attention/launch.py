@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
@@ -9,24 +11,28 @@ from evenshare.attention.kernels import forward as forward_kernels
 from evenshare.attention.kernels import tile_table as tile_table_kernels
 from evenshare.attention.metadata import Batch
 from evenshare.attention.problem import Problem
-from evenshare.attention.tiles import TileConfig, next_power_of_2
-from evenshare.device.launcher import Launch, get_launcher
+from evenshare.attention.tiles import TileConfig, next_power_of_2, portable_twin
+from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.workspace import Workspace
 from evenshare.schedule.plan import Plan
 
 FORMS = {"ragged": 0, "paged": 1, "block_table": 2, "dense": 3}
 REQUEST_BLOCKS = (128, 1024)  # requests that a step of the prefix sum takes: at least, at most
 TILE_BLOCK = 128
+PIECE_BYTES = 16  # of one cp.async, and what TMA wants strides to be multiples of
+MIN_BOX_ROWS = 16
+BOX_DIMS = 64  # 128 bytes, the widest swizzle
 INTERPRETER_BLOCK = 16  # the interpreter's time grows with the block
 
 
 def partial_elements(problem: Problem, tile: TileConfig) -> int:
     """fp32 values of one partial: o [block_m, block_dv] and lse [block_m]."""
-    return tile.block_m * (_block_dim(problem.head_dim_v) + 1)
+    return tile.block_m * (_block_dim(problem.head_dim_v, tile) + 1)
 
 
-def _block_dim(dim: int) -> int:
-    return max(next_power_of_2(dim), 16)  # 16: the smallest mma
+def _block_dim(dim: int, tile: TileConfig) -> int:
+    smallest = BOX_DIMS if tile.kernel == "hopper" else 16  # the smallest mma
+    return max(next_power_of_2(dim), smallest)
 
 
 def launch_tile_table(
@@ -65,6 +71,7 @@ def launch_tile_table(
         GROUP=problem.group_size,
         CAUSAL=problem.causal,
         HAS_WINDOW=problem.window_left >= 0,
+        HEADS=problem.num_kv_heads // tile.heads_per_row(problem),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK=block,
@@ -84,11 +91,8 @@ class ForwardLauncher:
         workspace: Workspace,
         status: torch.Tensor,
     ) -> None:
-        self.problem, self.tile, self.plan = problem, tile, plan
-        slots = plan.max_slots * tile.block_m
-        partial_o = workspace.partials
-        partial_lse = partial_o[slots * _block_dim(problem.head_dim_v) :] if slots else partial_o
-        self.arrays = (plan.worker_indptr, plan.segments, tiles, partial_o, partial_lse, workspace.counters, status)
+        self.problem, self.tile, self.plan, self.workspace = problem, tile, plan, workspace
+        self.tiles, self.status = tiles, status
 
     def bind(
         self,
@@ -105,46 +109,158 @@ class ForwardLauncher:
         q, out: [tokens, Hq, D] or dense [B, S, Hq, D]; k, v: pages [num_pages, page_size, Hkv, D], [tokens, Hkv, D] or dense.
         Without lse or pages the call passes any other array, which the kernel does not touch.
         """
-        problem, tile, plan = self.problem, self.tile, self.plan
-        if plan.num_workers == 0 or plan.max_segments == 0 or out.numel() == 0:
+        if self.plan.num_workers == 0 or self.plan.max_segments == 0 or out.numel() == 0:
             return _launch_nothing
-        dense = q.dim() == 4
+        call = (q, k, v, out, lse, num_indices, lse_scale)
+        if self.tile.kernel == "portable":
+            return self._bind_portable(self.tile, *call)
+        portable = self._bind_portable(portable_twin(self.tile), *call)
+        if not all(_has_whole_pieces(t) for t in (q, k, v)):
+            return portable
+        hopper = self._bind_hopper(*call)
+
+        def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor) -> None:
+            # Addresses change from call to call, and the Hopper kernel copies pieces of 16 bytes.
+            aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % PIECE_BYTES == 0
+            (hopper if aligned else portable)(q, k, v, *others)
+
+        return launch
+
+    def _bind_portable(
+        self,
+        tile: TileConfig,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        num_indices: int,
+        lse_scale: float,
+    ) -> Launch:
         launcher = get_launcher(
             forward_kernels.forward,
             6,
-            GROUP=problem.group_size,
-            HEAD_DIM=problem.head_dim,
-            HEAD_DIM_V=problem.head_dim_v,
-            PAGE_SIZE=problem.page_size,
-            DENSE=dense,
+            **self._constants(tile, q, lse),
             SAME_STRIDES=k.stride()[:-2] == v.stride()[:-2],
-            CAUSAL=problem.causal,
-            HAS_WINDOW=problem.window_left >= 0,
-            HAS_SOFT_CAP=problem.logits_soft_cap > 0,
-            HAS_LSE=lse is not None,
             BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_D=_block_dim(problem.head_dim),
-            BLOCK_DV=_block_dim(problem.head_dim_v),
             NUM_STAGES=tile.num_stages,
             PRECISION="ieee",
             num_warps=tile.num_warps,
         )
-        sizes = (q.shape[0], q.shape[1] if dense else q.shape[0], k.shape[0], num_indices)
-        paged = k.dim() == 4  # or dense
-        strides = (*_strides(q, dense), *_strides(k, paged), *_strides(v, paged), *_strides(out, dense))
-        static = (
-            *self.arrays,
+        static = self._static(tile, q, k, v, out, lse, num_indices, lse_scale)
+        return launcher.bind(q.device, (self.plan.num_workers,), static)
+
+    def _bind_hopper(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        num_indices: int,
+        lse_scale: float,
+    ) -> Launch:
+        from evenshare.attention.kernels import hopper_prefill
+
+        problem, tile = self.problem, self.tile
+        box = box_rows(problem, tile)
+        boxes = {1: _box(k, box), 2: _box(v, box)} if box and k.numel() and v.numel() else {}
+        launcher = get_launcher(
+            hopper_prefill.prefill,
+            6,
+            **self._constants(tile, q, lse),
+            GATHER=not boxes,
+            BOX=box,
+            Q_BUFFERS=tile.q_buffers,
+            STAGES=tile.num_stages,
+            # Of 65536: two groups of four warps consume; TMA takes one warp and few registers, gathering takes four.
+            CONSUMER_REGISTERS=232 if boxes else 216,
+            PRODUCER_REGISTERS=40 if boxes else 72,
+            num_warps=tile.num_warps,
+        )
+        static = self._static(tile, q, k, v, out, lse, num_indices, lse_scale)
+        return launcher.bind(q.device, (self.plan.num_workers,), static, boxes)
+
+    def _constants(self, tile: TileConfig, q: torch.Tensor, lse: torch.Tensor | None) -> dict[str, Any]:
+        problem = self.problem
+        return {
+            "GROUP": problem.group_size,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_DIM_V": problem.head_dim_v,
+            "PAGE_SIZE": problem.page_size,
+            "DENSE": q.dim() == 4,
+            "CAUSAL": problem.causal,
+            "HAS_WINDOW": problem.window_left >= 0,
+            "HAS_SOFT_CAP": problem.logits_soft_cap > 0,
+            "HAS_LSE": lse is not None,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_D": _block_dim(problem.head_dim, tile),
+            "BLOCK_DV": _block_dim(problem.head_dim_v, tile),
+        }
+
+    def _static(
+        self,
+        tile: TileConfig,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        num_indices: int,
+        lse_scale: float,
+    ) -> tuple[Any, ...]:
+        problem, plan, workspace = self.problem, self.plan, self.workspace
+        dense, paged = q.dim() == 4, k.dim() == 4  # or dense
+        partial_o = workspace.partials
+        partial_lse = partial_o[plan.max_slots * tile.block_m * _block_dim(problem.head_dim_v, tile) :]
+        return (
+            plan.worker_indptr,
+            plan.segments,
+            self.tiles,
+            partial_o,
+            partial_lse if plan.max_slots else partial_o,
+            workspace.counters,
+            self.status,
             problem.sm_scale,
             problem.logits_soft_cap,
             lse_scale,
             problem.window_left,
-            problem.num_kv_heads,
-            *sizes,
-            *strides,
+            tile.heads_per_row(problem),
+            q.shape[0],
+            q.shape[1] if dense else q.shape[0],
+            k.shape[0],
+            num_indices,
+            *_strides(q, dense),
+            *_strides(k, paged),
+            *_strides(v, paged),
+            *_strides(out, dense),
             *(_strides(lse, dense) if lse is not None else (0, 0, 0)),
         )
-        return launcher.bind(q.device, (plan.num_workers,), static)
+
+
+def box_rows(problem: Problem, tile: TileConfig) -> int:
+    """Keys of one TMA box: those of a page, or of a block if that is less. 0: no box fits, the kernel gathers key by key."""
+    page = problem.page_size
+    if page == 0:
+        return tile.block_n
+    fits = page >= MIN_BOX_ROWS and page == next_power_of_2(page)
+    return min(page, tile.block_n) if fits else 0
+
+
+def _box(t: torch.Tensor, rows: int) -> Box:
+    """Boxes of `rows` keys and 64 dims of one KV head of [pages or requests, tokens, heads, dims] or [tokens, heads, dims]."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    t = (t if t.dim() == 4 else t.unsqueeze(0)).transpose(1, 2)
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * t.element_size(), rank=4)
+    return Box(tuple(t.shape), tuple(t.stride()), (1, 1, rows, BOX_DIMS), layout)
+
+
+def _has_whole_pieces(t: torch.Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes from the first, and no dimension repeats its values."""
+    piece = PIECE_BYTES // t.element_size()
+    dims = zip(t.shape[:-1], t.stride()[:-1], strict=True)
+    return all(stride % piece == 0 and (stride > 0 or size == 1) for size, stride in dims)
 
 
 def _strides(t: torch.Tensor, batched: bool) -> tuple[int, ...]:

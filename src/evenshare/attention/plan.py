@@ -36,7 +36,7 @@ class AttentionPlan:
         *,
         kv_layout: str = "NHD",
         base: float = math.e,
-        policy: str = "stream_k",
+        policy: str | None = None,
         planner: str | None = None,
         debug: bool = False,
         metadata: dict[str, torch.Tensor | None] | None = None,
@@ -238,7 +238,7 @@ def plan_attention(
     max_batch: int | None = None,
     max_q_rows: int | None = None,
     max_kv_len: int | None = None,
-    policy: str = "stream_k",
+    policy: str | None = None,
     planner: str | None = None,
     device: torch.device | str | None = None,
     backend: str | None = None,
@@ -256,7 +256,8 @@ def plan_attention(
     max_batch: capacity in requests, for later updates; None: those of this batch.
     max_q_rows: capacity in query tokens; wanted if qo_indptr is on a GPU, whose values are never read.
     max_kv_len: capacity in keys per request; wanted for batch_invariant if the metadata is on a GPU.
-    policy: how work is dealt, a name of `evenshare.schedule`. planner: "host", "device" or None (where the metadata is).
+    policy: how work is dealt, a name of `evenshare.schedule`; None: by the tile (`attention.tiles`).
+    planner: "host", "device" or None (where the metadata is).
     device: where q, k, v are; None: where the metadata is. backend: None, "cpu" or "triton".
     debug: validate the values of device metadata too, with a sync.
 
@@ -290,7 +291,8 @@ def plan_attention(
         raise ValueError(f"planner: got {planner!r}, want 'host', 'device' or None")
     if planner == "host" and batch.device.type != "cpu":
         raise ValueError("planner: got 'host' for metadata on a GPU, want 'device' or None (host planning would sync)")
-    Policy(policy)  # an unknown name is refused here, whichever backend runs
+    if policy is not None:
+        Policy(policy)  # an unknown name is refused here, whichever backend runs
     target = select_target(batch.device if device is None else device, backend)
     if batch.device.type != "cpu" and batch.device != target.device:
         raise ValueError(

@@ -2,35 +2,74 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from evenshare.attention.metadata import Batch, request_bounds
 from evenshare.attention.problem import Problem
 
-# Columns of the tile table; a row is 32 bytes, one sector. RESERVED is zero.
-Q_START, QO_LEN, ROW_BEGIN, KV_START, KV_LEN, FIRST_BLOCK, REQUEST, RESERVED = range(8)
+# Columns of the tile table; a row is 32 bytes, one sector.
+Q_START, QO_LEN, ROW_BEGIN, KV_START, KV_LEN, FIRST_BLOCK, REQUEST, HEAD = range(8)
 TILE_COLUMNS = 8
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Launch constants of the forward kernel."""
+    """The forward kernel, its launch constants and the order of its tiles."""
 
     block_m: int  # packed rows: query tokens x query heads of one KV head
     block_n: int  # keys of one iteration
     num_warps: int
     num_stages: int
     workers_per_sm: int
+    kernel: str = "portable"  # a file of kernels/: "portable" is forward, "hopper" hopper_prefill
+    q_buffers: int = 1  # hopper: 2 if the next tile's q has a buffer of its own
+    head_major: bool = False  # a request's tiles head by head; otherwise the heads of a row tile are neighbours
+
+    @property
+    def policy(self) -> str:
+        """How work is dealt unless the caller says otherwise: decode shares nothing, so its whole space is cut evenly; tall tiles
+        share keys through L2 and their partials are large, so they are dealt whole, and only what is left at the end is cut."""
+        return "level_fill" if self.kernel == "hopper" else "stream_k"
+
+    def heads_per_row(self, problem: Problem) -> int:
+        """KV heads that one row of the tile table stands for."""
+        return 1 if self.head_major else problem.num_kv_heads
 
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def choose_tile(problem: Problem, mean_qo_len: float, interpreted: bool = False) -> TileConfig:
-    """Tile sizes for requests of `mean_qo_len` query tokens.
+def portable_twin(tile: TileConfig) -> TileConfig:
+    """The portable kernel over the same tiles, for tensors whose rows the Hopper kernel cannot copy. It is there to be right."""
+    return replace(tile, kernel="portable", num_warps=8, num_stages=1)
+
+
+def runs_on_hopper(problem: Problem, capability: tuple[int, int]) -> bool:
+    """Whether the Hopper kernel computes this problem: 16-bit, rows of whole 16-byte pieces, a scale above 0."""
+    return (
+        capability == (9, 0)
+        and problem.dtype in (torch.float16, torch.bfloat16)
+        and problem.head_dim % 8 == 0
+        and problem.head_dim_v % 8 == 0
+        and problem.sm_scale > 0
+    )
+
+
+def _hopper_tile(problem: Problem) -> TileConfig:
+    """Shared memory (227 KB): 128 rows of q, once or twice, and num_stages blocks of K and V, dims padded to a power of two."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > 128:
+        return TileConfig(128, 64, 4, 2, 1, "hopper", 1, True)
+    return TileConfig(128, 128, 4, 2 if widest > 64 else 3, 1, "hopper", 2, True)
+
+
+def choose_tile(
+    problem: Problem, mean_qo_len: float, capability: tuple[int, int] = (0, 0), interpreted: bool = False
+) -> TileConfig:
+    """The kernel and its tile sizes for requests of `mean_qo_len` query tokens on a GPU of this compute capability.
 
     Few rows are bound by memory: 16 rows are the smallest mma, and two workers a SM keep loads in flight.
     Many rows are bound by the tensor cores, which want 64 rows or more a warp group.
@@ -38,6 +77,8 @@ def choose_tile(problem: Problem, mean_qo_len: float, interpreted: bool = False)
     if interpreted:
         return TileConfig(16, 16, 4, 1, 1)  # small, so that short inputs have several iterations, row tiles and splits
     rows = mean_qo_len * problem.group_size
+    if rows > 32 and runs_on_hopper(problem, capability):
+        return _hopper_tile(problem)
     wide = max(problem.head_dim, problem.head_dim_v) > 128
     if problem.dtype == torch.float32:
         # FMA units take their operands from registers: larger tiles spill (ptxas, sm_80 and sm_90).
@@ -55,18 +96,21 @@ def choose_tile(problem: Problem, mean_qo_len: float, interpreted: bool = False)
 
 
 def max_row_tiles(problem: Problem, tile: TileConfig, max_batch: int, max_q_rows: int) -> int:
-    """Bound on the row tiles of `max_batch` requests with `max_q_rows` query tokens in all."""
-    return max_q_rows * problem.group_size // tile.block_m + min(max_batch, max_q_rows)
+    """Bound on the rows of the tile table for `max_batch` requests with `max_q_rows` query tokens in all."""
+    row_tiles = max_q_rows * problem.group_size // tile.block_m + min(max_batch, max_q_rows)
+    return row_tiles * (problem.num_kv_heads // tile.heads_per_row(problem))
 
 
 def tile_table(problem: Problem, tile: TileConfig, batch: Batch, max_tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Host metadata -> (tiles int32 [max_tiles, 8], iterations int32 [max_tiles]).
 
-    A row tile is block_m packed rows of a request; its iterations are the key blocks that its mask leaves, at least one,
-    since somebody has to write the zeros of a row without keys. Raises ValueError if there are more than max_tiles.
+    A row tile is block_m packed rows of a request, for `tile.heads_per_row` KV heads from HEAD on; its iterations are the key
+    blocks that its mask leaves, at least one, since somebody has to write the zeros of a row without keys.
+    Raises ValueError if there are more than max_tiles.
     """
     q_start, qo_len, kv_start, kv_len = request_bounds(batch, problem.page_size)
-    counts = (qo_len * problem.group_size + tile.block_m - 1) // tile.block_m
+    row_tiles = (qo_len * problem.group_size + tile.block_m - 1) // tile.block_m
+    counts = row_tiles * (problem.num_kv_heads // tile.heads_per_row(problem))
     request = torch.repeat_interleave(torch.arange(batch.size, dtype=torch.int32), counts)
     num_tiles = request.shape[0]
     if num_tiles > max_tiles:
@@ -75,7 +119,12 @@ def tile_table(problem: Problem, tile: TileConfig, batch: Batch, max_tiles: int)
         )
     offsets = torch.cumsum(counts, 0, dtype=torch.int32) - counts
     r = request.long()
-    row_begin = (torch.arange(num_tiles, dtype=torch.int32) - offsets[r]) * tile.block_m
+    within = torch.arange(num_tiles, dtype=torch.int32) - offsets[r]
+    head = within // row_tiles[r]
+    row_tile = within - head * row_tiles[r]
+    # Every other head backwards: a causal request's long row tiles are then spread over the workers that take turns.
+    row_tile = torch.where(head % 2 == 1, row_tiles[r] - 1 - row_tile, row_tile)
+    row_begin = row_tile * tile.block_m
     first_q = row_begin // problem.group_size
     last_q = torch.minimum((row_begin + tile.block_m - 1) // problem.group_size, qo_len[r] - 1)
     shift = kv_len[r] - qo_len[r]  # causal is bottom-right aligned
@@ -96,7 +145,7 @@ def tile_table(problem: Problem, tile: TileConfig, batch: Batch, max_tiles: int)
         kv_len[r],
         first_block,
         request,
-        torch.zeros_like(request),
+        head,
     ]
     tiles[:num_tiles] = torch.stack(columns, 1)
     iterations = torch.zeros(max_tiles, dtype=torch.int32)

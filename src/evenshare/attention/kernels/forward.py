@@ -172,6 +172,7 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
         kv_start = tl.load(info + 3).to(tl.int64)
         kv_len = tl.load(info + 4)
         first_block = tl.load(info + 5)
+        kv_head += tl.load(info + 7)
 
         packed = row_begin + rows
         q_idx = packed // GROUP

@@ -56,9 +56,10 @@ def request_bounds(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, r, mask, table_str
 def tile_table(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, tiles_ptr, iterations_ptr, num_tiles_ptr, status_ptr, batch, max_tiles,
                table_stride, table_width, num_indices, window_left,
                HAS_QO: tl.constexpr, FORM: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
-               HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+               HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
                REQUEST_BLOCK: tl.constexpr):  # fmt: skip
     """Grid over blocks of tiles: fills tiles [max_tiles, 8] and iterations [max_tiles]; tiles past the last have 0 iterations.
+    HEADS: rows of the table for one row tile, of as many KV heads or groups of them.
 
     Every program sums up all requests' tiles for itself; the first one sets the number of tiles and the plan's status."""
     program = tl.program_id(0)
@@ -76,7 +77,7 @@ def tile_table(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, tiles_ptr, iterations_
             _, qo_len, _, _, is_bad = request_bounds(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, request, there,
                                                      table_stride, table_width, num_indices, HAS_QO, FORM, PAGE_SIZE)  # fmt: skip
             bad |= is_bad.to(tl.int32)
-            count = (qo_len.to(tl.int64) * GROUP + BLOCK_M - 1) // BLOCK_M
+            count = (qo_len.to(tl.int64) * GROUP + BLOCK_M - 1) // BLOCK_M * HEADS
             count = tl.where(there, tl.minimum(count, max_tiles + 1), 0).to(tl.int32)  # more need not be told apart
             ends = total + tl.cumsum(count, 0)
             position = count_at_most(ends, t, REQUEST_BLOCK)
@@ -85,7 +86,7 @@ def tile_table(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, tiles_ptr, iterations_
             first_tile = tl.where(here, tl.gather(ends - count, position, 0), first_tile)
             total += tl.sum(count, 0)
     else:
-        TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+        TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M * HEADS
         total = batch * TILES
         r = t // TILES
         first_tile = r * TILES
@@ -101,7 +102,11 @@ def tile_table(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, tiles_ptr, iterations_
     mask = in_table & (t < total)
     q_start, qo_len, kv_start, kv_len, _ = request_bounds(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, r, mask,
                                                           table_stride, table_width, num_indices, HAS_QO, FORM, PAGE_SIZE)  # fmt: skip
-    row_begin = (t - first_tile) * BLOCK_M
+    # Every other head backwards: see attention.tiles.
+    row_tiles = tl.maximum((qo_len * GROUP + BLOCK_M - 1) // BLOCK_M, 1)
+    head = (t - first_tile) // row_tiles
+    row_tile = t - first_tile - head * row_tiles
+    row_begin = tl.where(head % 2 == 1, row_tiles - 1 - row_tile, row_tile) * BLOCK_M
     first_q = row_begin // GROUP
     last_q = tl.minimum((row_begin + BLOCK_M - 1) // GROUP, qo_len - 1)
     begin = tl.zeros([BLOCK], tl.int32)
@@ -122,4 +127,4 @@ def tile_table(qo_indptr_ptr, kv_indptr_ptr, kv_lens_ptr, tiles_ptr, iterations_
     tl.store(row + 4, kv_len, mask=mask)
     tl.store(row + 5, first_block, mask=mask)
     tl.store(row + 6, r, mask=mask)
-    tl.store(row + 7, 0, mask=mask)
+    tl.store(row + 7, head, mask=mask)

@@ -1,0 +1,701 @@
+"""Attention forward for Hopper (sm_90): one persistent worker a SM walks its segments of the plan; made for many query rows.
+
+A worker is three roles (FlashAttention-3, section 3). The producer streams K and V blocks into a ring of STAGES buffers and runs
+ahead over the borders of segments. Two consumers own 64 of the tile's 128 packed rows each and never wait for each other: a
+consumer fetches its q rows by cp.async while it finishes the tile before, issues the next Q K^T before the current P V, and hands in
+or merges the partials of its own half.
+
+K and V arrive by TMA in boxes [rows, 64 dims] out of [pages or requests, heads, tokens, dims], or, for pages that no box fits and
+strides that TMA does not take, by cp.async (GATHER). Blocks run from a segment's last to its first: the masked ones come first.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from evenshare.device.gluon import barrier
+
+SEGMENT_COLUMNS = gl.constexpr(8)  # schedule.plan
+TILE_COLUMNS = gl.constexpr(8)  # attention.tiles
+BAD_INDEX = gl.constexpr(8)  # schedule.plan.Status
+NEG_INF = gl.constexpr(float("-inf"))
+POS_INF = gl.constexpr(float("inf"))
+LOG2E = gl.constexpr(1.4426950408889634)
+ROWS = gl.constexpr(64)  # of one consumer: the M of wgmma
+PANEL = gl.constexpr(64)  # dims of a TMA box: 128 bytes, the widest swizzle
+FLAGS = gl.constexpr(8)  # segments that the producer may be ahead, and more
+
+
+@gluon.jit
+def _load_tile(segments_ptr, tiles_ptr, segment, tile, heads_per_row):
+    """(kv_head, q_start, qo_len, row_begin, kv_start, kv_len, end block, number of blocks) of a segment, whose tile is known."""
+    row = segments_ptr + segment.to(gl.int64) * SEGMENT_COLUMNS
+    begin = gl.load(row + 1)
+    end = gl.load(row + 2)
+    row_tile = tile // heads_per_row
+    kv_head = tile - row_tile * heads_per_row
+    info = tiles_ptr + row_tile.to(gl.int64) * TILE_COLUMNS
+    q_start = gl.load(info)
+    qo_len = gl.load(info + 1)
+    row_begin = gl.load(info + 2)
+    kv_start = gl.load(info + 3)
+    kv_len = gl.load(info + 4)
+    first = gl.load(info + 5)
+    kv_head += gl.load(info + 7)
+    return kv_head, q_start, qo_len, row_begin, kv_start, kv_len, first + end, end - begin
+
+
+@gluon.jit
+def _load_tile_id(segments_ptr, segment, segment_end):
+    return gl.load(segments_ptr + segment.to(gl.int64) * SEGMENT_COLUMNS, mask=segment < segment_end, other=0)
+
+
+@gluon.jit
+def _readable_len(kv_start, kv_len, num_pages, num_indices, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr):
+    """Keys that may be read: every index is clamped to what the caller's tensors hold, since device metadata goes unread."""
+    if PAGE_SIZE > 0:
+        held = gl.maximum(num_indices - kv_start, 0)
+        readable = gl.where(held < (kv_len + PAGE_SIZE - 1) // PAGE_SIZE, held * PAGE_SIZE, kv_len)
+    elif DENSE:
+        readable = gl.where(kv_start < num_pages, kv_len, 0)
+    else:
+        readable = gl.minimum(kv_len, gl.maximum(num_pages - kv_start, 0))
+    return readable
+
+
+@gluon.jit
+def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages, num_indices,
+                 k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                 PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr,
+                 PANELS: gl.constexpr, PANELS_V: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """One warp: a K and a V block per iteration, BLOCK_N // BOX boxes a panel of 64 dims."""
+    element_bytes: gl.constexpr = k_desc.dtype.primitive_bitwidth // 8
+    worker = gl.program_id(0)
+    stage = 0
+    phase = 1
+    segment_begin = gl.load(worker_indptr_ptr + worker)
+    segment_end = gl.load(worker_indptr_ptr + worker + 1)
+    tile = _load_tile_id(segments_ptr, segment_begin, segment_end)
+    for segment in range(segment_begin, segment_end):
+        kv_head, _q, _l, _r, kv_start, kv_len, end, num_blocks = _load_tile(
+            segments_ptr, tiles_ptr, segment, tile, heads_per_row
+        )
+        tile = _load_tile_id(segments_ptr, segment + 1, segment_end)
+        readable = _readable_len(kv_start, kv_len, num_pages, num_indices, PAGE_SIZE, DENSE)
+        bad = (readable < kv_len).to(gl.int32)
+        for i in range(num_blocks):
+            key = (end - 1 - i) * BLOCK_N
+            # The page ids of the block, before the wait for a free buffer.
+            if PAGE_SIZE > 0:
+                ids = ()
+                for b in gl.static_range(BLOCK_N // BOX):
+                    n = key + b * BOX
+                    page = gl.load(kv_indices_ptr + kv_start + n // PAGE_SIZE, mask=n < readable, other=0)
+                    bad |= ((page < 0) | (page >= num_pages)).to(gl.int32)
+                    ids = ids + (page,)
+            mbarrier.wait(k_empty.index(stage), phase)
+            if i == num_blocks - 1:
+                if PAGE_SIZE > 0:
+                    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+                    flags.index((segment - segment_begin) % FLAGS).store(gl.full([1], bad, gl.int32, layout))
+            mbarrier.expect(k_full.index(stage), BLOCK_N * PANELS * PANEL * element_bytes)
+            for b in gl.static_range(BLOCK_N // BOX):
+                if PAGE_SIZE > 0:
+                    page = ids[b]
+                    token = (key + b * BOX) % PAGE_SIZE
+                elif DENSE:
+                    page = kv_start
+                    token = key + b * BOX
+                else:
+                    page = 0
+                    token = kv_start + key + b * BOX
+                for c in gl.static_range(PANELS):
+                    box = k_bufs.index(stage * PANELS + c).slice(b * BOX, BOX, 0)
+                    tma.async_copy_global_to_shared(k_desc, [page, kv_head, token, c * PANEL], k_full.index(stage), box)
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), BLOCK_N * PANELS_V * PANEL * element_bytes)
+            for b in gl.static_range(BLOCK_N // BOX):
+                if PAGE_SIZE > 0:
+                    page = ids[b]
+                    token = (key + b * BOX) % PAGE_SIZE
+                elif DENSE:
+                    page = kv_start
+                    token = key + b * BOX
+                else:
+                    page = 0
+                    token = kv_start + key + b * BOX
+                for c in gl.static_range(PANELS_V):
+                    box = v_bufs.index(stage * PANELS_V + c).slice(b * BOX, BOX, 0)
+                    tma.async_copy_global_to_shared(v_desc, [page, kv_head, token, c * PANEL], v_full.index(stage), box)
+            stage, phase = _next(stage, phase, STAGES)
+
+
+@gluon.jit
+def _pieces(stride):
+    """A stride that is known to be a multiple of 8 elements, said so that the compiler knows it and copies 16 bytes at once."""
+    return stride // 8 * 8
+
+
+@gluon.jit
+def _gather_rows(bufs, stage, bar, ptr, rows, valid, DIM: gl.constexpr, BLOCK_D: gl.constexpr, CHUNK: gl.constexpr, chunk: gl.constexpr,
+                 layout: gl.constexpr):  # fmt: skip
+    """CHUNK rows of a block by cp.async, 16 bytes a copy; rows that are not valid and dims past DIM become zero."""
+    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
+    pointers = ptr + rows.expand_dims(1) + d.expand_dims(0)
+    mask = valid.expand_dims(1) & (d < DIM).expand_dims(0)
+    async_copy.async_copy_global_to_shared(bufs.index(stage).slice(chunk * CHUNK, CHUNK, 0), pointers, mask=mask)
+
+
+@gluon.jit
+def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages, num_indices,
+                    stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
+                    k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
+                    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Four warps: the rows of each block one by one, wherever their pages are."""
+    CHUNK: gl.constexpr = 16
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    layout_v: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
+    index: gl.constexpr = gl.SliceLayout(1, layout)
+    index_v: gl.constexpr = gl.SliceLayout(1, layout_v)
+    worker = gl.program_id(0)
+    stage = 0
+    phase = 1
+    segment_begin = gl.load(worker_indptr_ptr + worker)
+    segment_end = gl.load(worker_indptr_ptr + worker + 1)
+    tile = _load_tile_id(segments_ptr, segment_begin, segment_end)
+    for segment in range(segment_begin, segment_end):
+        kv_head, _q, _l, _r, kv_start, kv_len, end, num_blocks = _load_tile(
+            segments_ptr, tiles_ptr, segment, tile, heads_per_row
+        )
+        tile = _load_tile_id(segments_ptr, segment + 1, segment_end)
+        readable = _readable_len(kv_start, kv_len, num_pages, num_indices, PAGE_SIZE, DENSE)
+        k_head = kv_head.to(gl.int64) * _pieces(stride_k_head)
+        v_head = kv_head.to(gl.int64) * _pieces(stride_v_head)
+        bad = gl.full([CHUNK], 0, gl.int32, index) | (readable < kv_len).to(gl.int32)
+        for i in range(num_blocks):
+            key = (end - 1 - i) * BLOCK_N
+            mbarrier.wait(k_empty.index(stage), phase)
+            for chunk in gl.static_range(BLOCK_N // CHUNK):
+                n = key + chunk * CHUNK + gl.arange(0, CHUNK, layout=index)
+                rows, valid, wrong = _key_rows(
+                    kv_indices_ptr,
+                    n,
+                    kv_start,
+                    kv_len,
+                    readable,
+                    num_pages,
+                    _pieces(stride_k_page),
+                    _pieces(stride_k_token),
+                    PAGE_SIZE,
+                    DENSE,
+                )
+                bad |= wrong
+                _gather_rows(
+                    k_bufs, stage, k_full, k_ptr + k_head, rows, valid, HEAD_DIM, BLOCK_D, CHUNK, chunk, layout
+                )
+            if i == num_blocks - 1:
+                if PAGE_SIZE > 0:
+                    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+                    found = gl.full([1], 0, gl.int32, one) | gl.max(bad, 0)
+                    flags.index((segment - segment_begin) % FLAGS).store(found)
+            async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+            mbarrier.wait(v_empty.index(stage), phase)
+            for chunk in gl.static_range(BLOCK_N // CHUNK):
+                n = key + chunk * CHUNK + gl.arange(0, CHUNK, layout=index_v)
+                rows, valid, _w = _key_rows(
+                    kv_indices_ptr,
+                    n,
+                    kv_start,
+                    kv_len,
+                    readable,
+                    num_pages,
+                    _pieces(stride_v_page),
+                    _pieces(stride_v_token),
+                    PAGE_SIZE,
+                    DENSE,
+                )
+                _gather_rows(
+                    v_bufs, stage, v_full, v_ptr + v_head, rows, valid, HEAD_DIM_V, BLOCK_DV, CHUNK, chunk, layout_v
+                )
+            async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+            stage, phase = _next(stage, phase, STAGES)
+
+
+@gluon.jit
+def _key_rows(kv_indices_ptr, n, kv_start, kv_len, readable, num_pages, stride_page, stride_token,
+              PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr):  # fmt: skip
+    """Keys n of a request -> (element offsets of their rows, which may be read, which should have been readable)."""
+    if PAGE_SIZE > 0:
+        page = gl.load(kv_indices_ptr + kv_start + n // PAGE_SIZE, mask=n < readable, other=-1)
+        valid = (page >= 0) & (page < num_pages)
+        wrong = ((n < kv_len) & (valid == 0)).to(gl.int32)
+        rows = page.to(gl.int64) * stride_page + (n % PAGE_SIZE).to(gl.int64) * stride_token
+    elif DENSE:
+        valid = n < readable
+        wrong = gl.zeros_like(n)
+        rows = kv_start.to(gl.int64) * stride_page + n.to(gl.int64) * stride_token
+    else:
+        valid = n < readable
+        wrong = gl.zeros_like(n)
+        rows = (kv_start + n).to(gl.int64) * stride_token
+    return rows, valid, wrong
+
+
+@gluon.jit
+def _produce(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+             heads_per_row, num_pages, num_indices, stride_k_page, stride_k_token, stride_k_head,
+             stride_v_page, stride_v_token, stride_v_head,
+             k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+             HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr, GATHER: gl.constexpr,
+             BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    if GATHER:
+        _produce_gather(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
+                        num_indices, stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
+                        k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                        HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES)  # fmt: skip
+    else:
+        _produce_tma(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
+                     num_indices, k_panels, v_panels, k_full, k_empty, v_full, v_empty, flags,
+                     PAGE_SIZE, DENSE, BLOCK_N, BOX, BLOCK_D // PANEL, BLOCK_DV // PANEL, STAGES)  # fmt: skip
+
+
+@gluon.jit
+def _row_index(row_begin, rows, GROUP: gl.constexpr):
+    """Packed rows of a tile -> (query token of the request, query head within the KV head)."""
+    packed = row_begin + rows
+    token = packed // GROUP
+    return token, packed - token * GROUP
+
+
+@gluon.jit
+def _fetch_q(q_ptr, q_buf, kv_head, q_start, qo_len, row_begin, num_q_starts, num_q_tokens,
+             stride_start, stride_token, stride_head,
+             GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, DENSE: gl.constexpr):  # fmt: skip
+    """Start copying 64 packed rows of q; rows past the request become zero."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
+    token, head = _row_index(row_begin, rows, GROUP)
+    valid = _valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
+    offsets = q_start.to(gl.int64) * _pieces(stride_start) + kv_head.to(gl.int64) * (GROUP * _pieces(stride_head))
+    offsets += token.to(gl.int64) * _pieces(stride_token) + head.to(gl.int64) * _pieces(stride_head)
+    pointers = q_ptr + offsets.expand_dims(1) + d.expand_dims(0)
+    mask = valid.expand_dims(1) & (d < HEAD_DIM).expand_dims(0)
+    async_copy.async_copy_global_to_shared(q_buf, pointers, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _store_rows(out_ptr, o_buf, o, kv_head, q_start, qo_len, row_begin, num_q_starts, num_q_tokens,
+                stride_start, stride_token, stride_head,
+                GROUP: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr, DENSE: gl.constexpr):  # fmt: skip
+    """Write 64 packed rows through shared memory: 16 bytes a thread and whole rows a warp. From wgmma's layout a store would
+    take a cycle of the memory unit for every 16 bytes."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
+    o_buf.store(o)
+    barrier()
+    o = o_buf.load(layout)
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    dims = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, layout))
+    token, head = _row_index(row_begin, rows, GROUP)
+    valid = _valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
+    offsets = q_start.to(gl.int64) * stride_start + kv_head.to(gl.int64) * (GROUP * stride_head)
+    offsets += token.to(gl.int64) * stride_token + head.to(gl.int64) * stride_head
+    mask = valid.expand_dims(1) & (dims < HEAD_DIM_V).expand_dims(0)
+    gl.store(out_ptr + offsets.expand_dims(1) + dims.expand_dims(0), o, mask=mask)
+
+
+@gluon.jit
+def _store_lse(lse_ptr, lse, rows, kv_head, q_start, qo_len, row_begin, num_q_starts, num_q_tokens,
+               stride_start, stride_token, stride_head, GROUP: gl.constexpr, DENSE: gl.constexpr):  # fmt: skip
+    token, head = _row_index(row_begin, rows, GROUP)
+    valid = _valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
+    offsets = q_start.to(gl.int64) * stride_start + kv_head.to(gl.int64) * (GROUP * stride_head)
+    offsets += token.to(gl.int64) * stride_token + head.to(gl.int64) * stride_head
+    gl.store(lse_ptr + offsets, lse, mask=valid)
+
+
+@gluon.jit
+def _valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE: gl.constexpr):
+    if DENSE:
+        valid = (token < qo_len) & (token < num_q_tokens) & (q_start < num_q_starts)
+    else:
+        valid = (token < qo_len) & (q_start + token < num_q_tokens)
+    return valid
+
+
+@gluon.jit
+def _softmax(s, peak, total, key, last, first_seen, score_scale, cap_log2e,
+             MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr, BLOCK_N: gl.constexpr,
+             scores: gl.constexpr):  # fmt: skip
+    """Scores of one block -> (probabilities, peak, total, factor of what was summed before), in base 2."""
+    if HAS_SOFT_CAP:
+        # cap * tanh(x): what counts is the absolute error, some 1e-7 of the cap.
+        s = cap_log2e - (2.0 * cap_log2e) / (1.0 + gl.exp2(s * score_scale))
+    if MASKED:
+        n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores)).expand_dims(0)
+        keep = n <= (last - key).expand_dims(1)
+        if HAS_WINDOW:
+            keep = keep & (n >= (first_seen - key).expand_dims(1))
+        s = gl.where(keep, s, NEG_INF)
+    if HAS_SOFT_CAP:
+        new_peak = gl.maximum(peak, gl.max(s, 1))
+    else:
+        new_peak = gl.maximum(peak, gl.max(s, 1) * score_scale)
+    base = new_peak
+    if MASKED:
+        base = gl.where(new_peak == NEG_INF, 0.0, new_peak)
+    if HAS_SOFT_CAP:
+        p = gl.exp2(s - base.expand_dims(1))
+    else:
+        p = gl.exp2(s * score_scale - base.expand_dims(1))
+    factor = gl.exp2(peak - base)
+    total = total * factor + gl.sum(p, 1)
+    return p, new_peak, total, factor
+
+
+@gluon.jit
+def _pack(p, element: gl.constexpr):
+    """[64, n] fp32 -> [64, n / 2] int32 of two 16-bit values each. As single values they cost a PRMT each on their way through a loop."""
+    even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+    if element == gl.bfloat16:
+        packed = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1)
+    else:
+        packed = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1)
+    return packed
+
+
+@gluon.jit
+def _unpack(packed, operand: gl.constexpr, element: gl.constexpr):
+    """The reverse of `_pack`, as wgmma's A operand: registers stay where they are."""
+    even = packed.to(gl.int16).to(element, bitcast=True)
+    odd = (packed >> 16).to(gl.int16).to(element, bitcast=True)
+    p = gl.reshape(gl.join(even, odd), [packed.shape[0], packed.shape[1] * 2])
+    return gl.convert_layout(p, operand)
+
+
+@gluon.jit
+def _next(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    phase = gl.where(stage == STAGES, phase ^ 1, phase)
+    return gl.where(stage == STAGES, 0, stage), phase
+
+
+@gluon.jit
+def _iterate(q, p, peak, total, acc, v_stage, v_phase, key, last, first_seen, score_scale, cap_log2e,
+             k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
+             GATHER: gl.constexpr, MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
+             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, scores: gl.constexpr, output: gl.constexpr, element: gl.constexpr):  # fmt: skip
+    """Scores of the next block, while the values of the block before, whose probabilities are p, are summed."""
+    stage, phase = _next(v_stage, v_phase, STAGES)
+    mbarrier.wait(k_full.index(stage), phase)
+    if GATHER:
+        fence_async_shared()
+    no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, scores)
+    s_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), no_scores, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(v_stage), v_phase)
+    if GATHER:
+        fence_async_shared()
+    operand: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    o_token = warpgroup_mma(_unpack(p, operand, element), v_bufs.index(v_stage), acc, is_async=True)
+    s = warpgroup_mma_wait(1, (s_token,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    p, peak, total, factor = _softmax(s, peak, total, key, last, first_seen, score_scale, cap_log2e,
+                                      MASKED, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores)  # fmt: skip
+    acc = warpgroup_mma_wait(0, (o_token,))
+    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, output)).expand_dims(1)
+    return _pack(p, element), peak, total, acc, stage, phase
+
+
+@gluon.jit
+def _clear_rows(v_buf, rows_left, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr):
+    """Zero the rows of a V block past the request's last key: TMA brought what lies there, and 0 * NaN is NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
+    n = gl.arange(0, 16, layout=gl.SliceLayout(1, layout))
+    for part in gl.static_range(BLOCK_N // 16):
+        if part * 16 + 16 > rows_left:
+            rows = v_buf.slice(part * 16, 16, 0)
+            value = rows.load(layout)
+            keep = (part * 16 + n < rows_left).expand_dims(1)
+            rows.store(gl.where(keep, value, gl.zeros_like(value)))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _merge(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, rows, dims, BLOCK_M: gl.constexpr, BLOCK_DV: gl.constexpr,
+           output: gl.constexpr):  # fmt: skip
+    """Combine the partials of 64 rows in tile order -> (acc, lse2); +inf marks a bad page, NaN stays NaN."""
+    peak = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, output))
+    for s in range(num_slots):
+        lse = gl.load(partial_lse_ptr + (slot_begin + s).to(gl.int64) * BLOCK_M + rows)
+        peak = gl.maximum(peak, lse)
+    usable = (peak > NEG_INF) & (peak < POS_INF)
+    base = gl.where(usable, peak, 0.0)
+    total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, output))
+    acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, output)
+    for s in range(num_slots):
+        slot_rows = (slot_begin + s).to(gl.int64) * BLOCK_M + rows
+        lse = gl.load(partial_lse_ptr + slot_rows)
+        weight = gl.where(usable, gl.exp2(lse - base), 0.0)
+        o = gl.load(partial_o_ptr + slot_rows.expand_dims(1) * BLOCK_DV + dims.expand_dims(0))
+        acc += o * weight.expand_dims(1)
+        total += weight
+    safe = gl.where(total > 0.0, total, 1.0)
+    lse2 = gl.where(usable, base + gl.log2(safe), gl.where((peak == NEG_INF) | (peak == POS_INF), NEG_INF, peak))
+    acc = gl.where((peak != peak).expand_dims(1), peak.expand_dims(1), acc / safe.expand_dims(1))
+    return acc, lse2
+
+
+@gluon.jit
+def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+             partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
+             sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
+             stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
+             stride_lse_start, stride_lse_token, stride_lse_head,
+             q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+             GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGED: gl.constexpr, DENSE: gl.constexpr,
+             GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
+             HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+             Q_BUFFERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    BLOCK_M: gl.constexpr = 2 * ROWS
+    scores: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    output: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16]
+    )
+    operand: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    element: gl.constexpr = q_ptr.dtype.element_ty
+    if HAS_SOFT_CAP:
+        score_scale = sm_scale / logits_soft_cap * (2.0 * LOG2E)  # tanh(x) = 1 - 2 / (1 + exp(2 x))
+    else:
+        score_scale = sm_scale * LOG2E
+    cap_log2e = logits_soft_cap * LOG2E
+    rows = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores))
+    no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, scores)
+
+    worker = gl.program_id(0)
+    segment_begin = gl.load(worker_indptr_ptr + worker)
+    segment_end = gl.load(worker_indptr_ptr + worker + 1)
+    # What the next segment needs is loaded while this one runs: its tile's id two segments ahead, its row of q one ahead.
+    tile = _load_tile_id(segments_ptr, segment_begin, segment_end)
+    last_segment = gl.maximum(segment_end - 1, 0)
+    kv_head, q_start, qo_len, row_begin, _start, kv_len, end, _blocks = _load_tile(
+        segments_ptr, tiles_ptr, gl.minimum(segment_begin, last_segment), tile, heads_per_row
+    )
+    next_tile = _load_tile_id(segments_ptr, segment_begin + 1, segment_end)
+    Q_STEP: gl.constexpr = q_bufs.shape[0] // (2 * Q_BUFFERS)  # buffers are as wide as the wider of q and out
+    O_STEP: gl.constexpr = o_bufs.shape[0] // (2 * Q_BUFFERS)
+    _fetch_q(q_ptr, q_bufs.index(half * Q_STEP), kv_head, q_start, qo_len, row_begin + half * ROWS, num_q_starts, num_q_tokens,
+             stride_q_start, stride_q_token, stride_q_head, GROUP, HEAD_DIM, BLOCK_D, DENSE)  # fmt: skip
+    stage = 0
+    phase = 0
+    parity = 0
+    for segment in range(segment_begin, segment_end):
+        next_head, next_start, next_len, next_row, _start, next_kv_len, next_end, _blocks = _load_tile(
+            segments_ptr, tiles_ptr, gl.minimum(segment + 1, last_segment), next_tile, heads_per_row
+        )
+        next_tile = _load_tile_id(segments_ptr, segment + 2, segment_end)
+        row = segments_ptr + segment.to(gl.int64) * SEGMENT_COLUMNS
+        # Not carried from the segment before: Triton drops a loop-carried value that only bounds inner loops.
+        num_blocks = gl.load(row + 2) - gl.load(row + 1)
+        slot = gl.load(row + 3)
+        slot_begin = gl.load(row + 4)
+        num_slots = gl.load(row + 5)
+        counter = gl.load(row + 6)
+        token, _h = _row_index(row_begin, rows, GROUP)
+        last_key = kv_len - qo_len + token  # bottom-right aligned
+        if CAUSAL:
+            last = gl.minimum(last_key, kv_len - 1)
+            # Blocks from `whole` on are masked: some row of the tile does not see all their keys.
+            whole = gl.minimum(gl.maximum(kv_len - qo_len + row_begin // GROUP + 1, 0), kv_len) // BLOCK_N
+        else:
+            last = gl.zeros_like(last_key) + (kv_len - 1)
+            whole = kv_len // BLOCK_N
+        if HAS_WINDOW:
+            whole = 0
+            # Longer windows than 2^30 reach every key; the sum must not pass 2^31.
+            first_seen = last_key - gl.minimum(window_left, 1 << 30)
+        else:
+            first_seen = last_key
+        peak = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, scores))
+        total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, scores))
+        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, output)
+
+        # q has arrived; the buffer of the tile before, through which its output went, is free for the next one's.
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        buffer = 2 * parity + half
+        next_buffer = 2 * (parity ^ (Q_BUFFERS - 1)) + half
+        q = q_bufs.index(buffer * Q_STEP)
+        if Q_BUFFERS == 2:
+            if segment + 1 < segment_end:
+                _fetch_q(q_ptr, q_bufs.index(next_buffer * Q_STEP), next_head, next_start, next_len, next_row + half * ROWS,
+                         num_q_starts, num_q_tokens, stride_q_start, stride_q_token, stride_q_head,
+                         GROUP, HEAD_DIM, BLOCK_D, DENSE)  # fmt: skip
+        key = (end - 1) * BLOCK_N
+        mbarrier.wait(k_full.index(stage), phase)
+        if GATHER:
+            fence_async_shared()
+        s_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), no_scores, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, (s_token,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        p, peak, total, _factor = _softmax(s, peak, total, key, last, first_seen, score_scale, cap_log2e,
+                                     True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores)  # fmt: skip
+        p = _pack(p, element)
+        if not GATHER:
+            if key + BLOCK_N > kv_len:
+                mbarrier.wait(v_full.index(stage), phase)
+                _clear_rows(v_bufs.index(stage), kv_len - key, BLOCK_N, BLOCK_DV)
+        num_masked = gl.minimum(gl.maximum(end - whole, 1), num_blocks)
+        for _ in range(1, num_masked):
+            key -= BLOCK_N
+            p, peak, total, acc, stage, phase = _iterate(
+                q, p, peak, total, acc, stage, phase, key, last, first_seen, score_scale, cap_log2e,
+                k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
+                GATHER, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
+            )  # fmt: skip
+        for _ in range(num_masked, num_blocks):
+            key -= BLOCK_N
+            p, peak, total, acc, stage, phase = _iterate(
+                q, p, peak, total, acc, stage, phase, key, last, first_seen, score_scale, cap_log2e,
+                k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
+                GATHER, False, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
+            )  # fmt: skip
+        mbarrier.wait(v_full.index(stage), phase)
+        if GATHER:
+            fence_async_shared()
+        o_token = warpgroup_mma(_unpack(p, operand, element), v_bufs.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, (o_token,))
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        stage, phase = _next(stage, phase, STAGES)
+
+        if PAGED:
+            one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            is_bad = gl.max(flags.index((segment - segment_begin) % FLAGS).load(one), 0) > 0
+            if is_bad:
+                gl.atomic_or(status_ptr, BAD_INDEX)
+        o_rows = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, output))
+        dims = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, output))
+        safe = gl.where(total == 0.0, 1.0, total)
+        lse2 = gl.convert_layout(gl.where(total == 0.0, NEG_INF, peak + gl.log2(safe)), gl.SliceLayout(1, output))
+        scale = gl.convert_layout(1.0 / safe, gl.SliceLayout(1, output))
+        acc = acc * scale.expand_dims(1)
+        finished = num_slots == 1
+        if PAGED:
+            acc = gl.where(is_bad, 0.0, acc)
+            lse2 = gl.where(is_bad, gl.where(finished, NEG_INF, POS_INF), lse2)
+        if num_slots > 1:
+            slot_rows = slot.to(gl.int64) * BLOCK_M + o_rows
+            gl.store(partial_o_ptr + slot_rows.expand_dims(1) * BLOCK_DV + dims.expand_dims(0), acc)
+            gl.store(partial_lse_ptr + slot_rows, lse2)
+            counter_ptr = counters_ptr + counter * 2 + half
+            barrier()
+            finished = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_slots - 1
+            if finished:
+                gl.store(counter_ptr, 0)
+                acc, lse2 = _merge(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, o_rows, dims,
+                                   BLOCK_M, BLOCK_DV, output)  # fmt: skip
+        if finished:
+            _store_rows(out_ptr, o_bufs.index(buffer * O_STEP), acc.to(element), kv_head, q_start, qo_len, row_begin + half * ROWS, num_q_starts, num_q_tokens,
+                        stride_o_start, stride_o_token, stride_o_head, GROUP, HEAD_DIM_V, BLOCK_DV, DENSE)  # fmt: skip
+            if HAS_LSE:
+                _store_lse(lse_ptr, lse2 * lse_scale, o_rows, kv_head, q_start, qo_len, row_begin, num_q_starts, num_q_tokens,
+                           stride_lse_start, stride_lse_token, stride_lse_head, GROUP, DENSE)  # fmt: skip
+        if Q_BUFFERS == 1:
+            if segment + 1 < segment_end:
+                barrier()
+                _fetch_q(q_ptr, q_bufs.index(next_buffer * Q_STEP), next_head, next_start, next_len, next_row + half * ROWS,
+                         num_q_starts, num_q_tokens, stride_q_start, stride_q_token, stride_q_head,
+                         GROUP, HEAD_DIM, BLOCK_D, DENSE)  # fmt: skip
+        kv_head, q_start, qo_len, row_begin = next_head, next_start, next_len, next_row
+        kv_len, end = next_kv_len, next_end
+        parity ^= Q_BUFFERS - 1
+
+
+# Sizes of the batch are not specialised on: no compilation for a batch of one, or of a multiple of 16.
+@gluon.jit(
+    do_not_specialize=["window_left", "heads_per_row", "num_q_starts", "num_q_tokens", "num_pages", "num_indices"]
+)
+def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+            partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
+            sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens, num_pages, num_indices,
+            stride_q_start, stride_q_token, stride_q_head,
+            stride_k_page, stride_k_token, stride_k_head,
+            stride_v_page, stride_v_token, stride_v_head,
+            stride_o_start, stride_o_token, stride_o_head,
+            stride_lse_start, stride_lse_token, stride_lse_head,
+            GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
+            GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr, HAS_LSE: gl.constexpr,
+            BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOX: gl.constexpr, Q_BUFFERS: gl.constexpr, STAGES: gl.constexpr,
+            CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """Arguments as in `kernels.forward`, but for these. k, v: TMA descriptors of boxes [1, 1, BOX, 64] in [pages or requests, heads,
+    tokens, dims]; pointers for GATHER. heads_per_row: KV heads that a row of the tile table stands for, one after the other from the
+    row's HEAD column on. The tile is 128 packed rows; counters has two counters a split tile."""
+    element: gl.constexpr = q_ptr.dtype.element_ty
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    # Q_BUFFERS q buffers a consumer; the one that is done with serves to write the output.
+    widest: gl.constexpr = max(BLOCK_D, BLOCK_DV)
+    q_panels = gl.allocate_shared_memory(element, [2 * Q_BUFFERS * (widest // PANEL), ROWS, PANEL], swizzled)
+    q_bufs = q_panels._reinterpret(element, [2 * Q_BUFFERS * (widest // BLOCK_D), ROWS, BLOCK_D], swizzled)
+    o_bufs = q_panels._reinterpret(element, [2 * Q_BUFFERS * (widest // BLOCK_DV), ROWS, BLOCK_DV], swizzled)
+    k_panels = gl.allocate_shared_memory(element, [STAGES * BLOCK_D // PANEL, BLOCK_N, PANEL], swizzled)
+    v_panels = gl.allocate_shared_memory(element, [STAGES * BLOCK_DV // PANEL, BLOCK_N, PANEL], swizzled)
+    k_bufs = k_panels._reinterpret(element, [STAGES, BLOCK_N, BLOCK_D], swizzled)
+    v_bufs = v_panels._reinterpret(element, [STAGES, BLOCK_N, BLOCK_DV], swizzled)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    flags = gl.allocate_shared_memory(gl.int32, [FLAGS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    arrivals: gl.constexpr = 128 if GATHER else 1  # each thread of the gathering producer arrives
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=arrivals)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_full.index(i), count=arrivals)
+        mbarrier.init(v_empty.index(i), count=2)
+    fence_async_shared()
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    PAGED: gl.constexpr = PAGE_SIZE > 0
+    PRODUCER_WARPS: gl.constexpr = 4 if GATHER else 1
+    gl.warp_specialize(
+        [
+            (_consume, (FIRST,
+                     q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+                     partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
+                     sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
+                     stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
+                     stride_lse_start, stride_lse_token, stride_lse_head,
+                     q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                     GROUP, HEAD_DIM, HEAD_DIM_V, PAGED, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
+                     BLOCK_N, BLOCK_D, BLOCK_DV, Q_BUFFERS, STAGES)),
+            (_consume, (SECOND,
+                     q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+                     partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
+                     sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
+                     stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
+                     stride_lse_start, stride_lse_token, stride_lse_head,
+                     q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                     GROUP, HEAD_DIM, HEAD_DIM_V, PAGED, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
+                     BLOCK_N, BLOCK_D, BLOCK_DV, Q_BUFFERS, STAGES)),
+            (_produce, (k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+                        heads_per_row, num_pages, num_indices, stride_k_page, stride_k_token, stride_k_head,
+                        stride_v_page, stride_v_token, stride_v_head,
+                        k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                        HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, GATHER, BLOCK_N, BLOCK_D, BLOCK_DV, BOX, STAGES)),
+        ],
+        [4, PRODUCER_WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from evenshare.attention.kernels import forward, hopper_prefill, merge, tile_table
+from evenshare.attention.kernels import forward, hopper_decode, hopper_prefill, merge, tile_table
 from evenshare.device import epilogue
 from evenshare.gemm.kernels import matmul
 from evenshare.ops.kernels import append
@@ -225,6 +225,43 @@ def hopper_specs() -> Iterator[Spec]:
         )
 
 
+def decode_specs() -> Iterator[Spec]:
+    """The Hopper kernel for few rows."""
+    shared = pointers("fp32", "lse", "partial_o", "partial_lse")
+    shared |= pointers("i32", "kv_indices", "worker_indptr", "segments", "tiles", "counters", "status")
+    shared |= dict.fromkeys(("sm_scale", "logits_soft_cap", "lse_scale"), "fp32")
+    plain = {"GROUP": 8, "PAGE_SIZE": 16, "DENSE": False}
+    plain |= {"CAUSAL": True, "HAS_WINDOW": False, "HAS_SOFT_CAP": False, "HAS_LSE": True}
+    # dtype, head dims of k and v, rows, keys, stages, keys of a box (0: gathered), what differs from `plain`
+    cases: list[tuple[str, int, int, int, int, int, int, dict[str, Any]]] = [
+        ("bf16", 128, 128, 8, 128, 3, 16, {}),
+        ("bf16", 128, 128, 16, 128, 3, 64, {"PAGE_SIZE": 64, "HAS_WINDOW": True, "HAS_LSE": False}),
+        ("bf16", 128, 128, 8, 64, 6, 0, {"PAGE_SIZE": 1}),
+        ("bf16", 128, 128, 32, 128, 3, 128, {"PAGE_SIZE": 0, "DENSE": True, "CAUSAL": False}),
+        ("fp16", 64, 64, 64, 128, 5, 128, {"PAGE_SIZE": 256, "HAS_SOFT_CAP": True}),
+        ("fp16", 72, 72, 8, 64, 6, 0, {"PAGE_SIZE": 24, "GROUP": 7, "HAS_SOFT_CAP": True}),
+        ("bf16", 256, 256, 8, 64, 3, 16, {}),
+        ("bf16", 256, 256, 64, 64, 2, 0, {"PAGE_SIZE": 1}),
+        ("bf16", 192, 128, 16, 64, 3, 16, {"CAUSAL": False}),
+    ]
+    for dtype, dim, dim_v, block_m, block_n, stages, box, changed in cases:
+        blocks = {f"BLOCK_{name}": max(1 << (size - 1).bit_length(), 64) for name, size in (("D", dim), ("DV", dim_v))}
+        constants = plain | {"HEAD_DIM": dim, "HEAD_DIM_V": dim_v, "BLOCK_M": block_m, "BLOCK_N": block_n, **blocks}
+        constants |= changed | {"GATHER": box == 0, "BOX": box, "STAGES": stages, "num_warps": 4}
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+        keys = f"tensordesc<{dtype}[1, 1, {box}, 64],{layout!r}>" if box else f"*{dtype}"
+        details = ", ".join(f"{name.lower()}={value}" for name, value in changed.items())
+        yield Spec(
+            f"hopper decode {dtype} D={dim},{dim_v} {block_m}x{block_n} box={box} {details}".strip(),
+            hopper_decode.decode,
+            constants,
+            shared | pointers(dtype, "q", "out") | {"k": keys, "v": keys},
+            unaligned=("stride_lse_head", "stride_q_head", "stride_k_head") if dim == 72 else ("stride_lse_head",),
+            tensor_cores=True,
+            architectures=(90,),
+        )
+
+
 def merge_specs() -> Iterator[Spec]:
     constants = {"HEAD_DIM": 128, "BLOCK_M": 8, "BLOCK_D": 128}
     types = pointers("fp32", "lse", "lse_a", "lse_b", "lse_out") | {"log2_base": "fp32"}
@@ -301,4 +338,4 @@ def small_specs() -> Iterator[Spec]:
 
 
 def all_specs() -> list[Spec]:
-    return [*gemm_specs(), *w4a16_specs(), *attention_specs(), *hopper_specs(), *merge_specs(), *small_specs()]
+    return [*gemm_specs(), *w4a16_specs(), *attention_specs(), *hopper_specs(), *decode_specs(), *merge_specs(), *small_specs()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -116,10 +117,10 @@ def to_pages(
 
 
 def oracle(batch: Batch, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, natural lse) in float64 on the CPU; tests/attention/test_reference.py checks it against a plain loop."""
-    out = torch.full((*batch.q.shape[:2], batch.v.shape[2]), float("nan"), dtype=torch.float64)
-    lse = torch.full(batch.q.shape[:2], float("nan"), dtype=torch.float64)
-    tensors = (x.cpu().double() for x in (batch.q, batch.k, batch.v))
+    """(out, natural lse) in float64 where the batch is; tests/attention/test_reference.py checks it against a plain loop."""
+    out, lse = (batch.q.new_full(shape, float("nan"), dtype=torch.float64)
+                for shape in ((*batch.q.shape[:2], batch.v.shape[2]), batch.q.shape[:2]))  # fmt: skip
+    tensors = (x.double() for x in (batch.q, batch.k, batch.v))
     reference.ragged_attention(
         *tensors, batch.qo_indptr, batch.kv_indptr, out=out, lse=lse, compute_dtype=torch.float64,
         **full_options(batch, **options),
@@ -136,15 +137,16 @@ def low_precision(batch: Batch, dtype: torch.dtype, **options: Any) -> torch.Ten
     """The formula in torch ops of `dtype`, rounding after each: what torch's own result makes in that precision."""
     o = full_options(batch, **options)
     group = batch.q.shape[1] // batch.k.shape[1]
-    q, k, v = (x.cpu().to(dtype) for x in (batch.q, batch.k, batch.v))
-    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=dtype)
+    q, k, v = (x.to(dtype) for x in (batch.q, batch.k, batch.v))
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
     for r, (n, m) in enumerate(zip(batch.qo_lens, batch.kv_lens, strict=True)):
         rows = slice(batch.qo_indptr[r], batch.qo_indptr[r + 1])
         keys = slice(batch.kv_indptr[r], batch.kv_indptr[r + 1])
         scores = torch.einsum("ihd,jhd->hij", q[rows], k[keys].repeat_interleave(group, 1)) * o["sm_scale"]
         if o["logits_soft_cap"]:
             scores = torch.tanh(scores / o["logits_soft_cap"]) * o["logits_soft_cap"]
-        i, j = torch.arange(n)[:, None] + m - n, torch.arange(m)[None, :]
+        i, j = (torch.arange(length, device=q.device) for length in (n, m))
+        i, j = i[:, None] + m - n, j[None, :]
         keep = (j <= i) | (not o["causal"])
         keep &= (j + o["window_left"] >= i) | (o["window_left"] < 0)
         weights = torch.softmax(scores.masked_fill(~keep, float("-inf")), -1).masked_fill(~keep, 0)
@@ -155,13 +157,13 @@ def low_precision(batch: Batch, dtype: torch.dtype, **options: Any) -> torch.Ten
 def assert_matches(
     out: torch.Tensor, lse: torch.Tensor | None, batch: Batch, *, base: float | None = None, **options: Any
 ) -> None:
-    """`out` and `lse` against the oracle.
+    """`out` and `lse` against the oracle, which computes where the batch is.
 
     fp32: 64 roundings of the largest value. 16 bits: twice the error of torch's own low-precision result plus one
     rounding. Zeros and infinities of empty rows are exact.
     """
     want, want_lse = oracle(batch, **options)
-    got = out.detach().cpu().double()
+    got = out.detach().to(want.device).double()
     assert got.shape == want.shape
     assert not torch.isnan(got).any(), "NaN in out"
     empty = torch.isneginf(want_lse)
@@ -175,8 +177,8 @@ def assert_matches(
     assert _max_error(got, want) <= budget
     if lse is not None:
         if base is not None:
-            want_lse = want_lse / torch.log(torch.tensor(base, dtype=torch.float64))
-        got_lse = lse.cpu().double()
+            want_lse = want_lse / math.log(base)
+        got_lse = lse.to(want.device).double()
         assert lse.dtype == torch.float32
         assert torch.equal(torch.isneginf(got_lse), empty), "lse is -inf at the wrong rows"
         # A score is a sum of D products of 16-bit numbers, exact inputs; fp32 sums and a log make a few dozen roundings.

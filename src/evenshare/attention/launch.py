@@ -11,7 +11,7 @@ from evenshare.attention.kernels import forward as forward_kernels
 from evenshare.attention.kernels import tile_table as tile_table_kernels
 from evenshare.attention.metadata import Batch
 from evenshare.attention.problem import Problem
-from evenshare.attention.tiles import TileConfig, next_power_of_2, portable_twin
+from evenshare.attention.tiles import BOX_DIMS, TileConfig, next_power_of_2, padded_dim, portable_twin
 from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.workspace import Workspace
 from evenshare.schedule.plan import Plan
@@ -21,7 +21,6 @@ REQUEST_BLOCKS = (128, 1024)  # requests that a step of the prefix sum takes: at
 TILE_BLOCK = 128
 PIECE_BYTES = 16  # of one cp.async, and what TMA wants strides to be multiples of
 MIN_BOX_ROWS = 16
-BOX_DIMS = 64  # 128 bytes, the widest swizzle
 INTERPRETER_BLOCK = 16  # the interpreter's time grows with the block
 
 
@@ -31,8 +30,7 @@ def partial_elements(problem: Problem, tile: TileConfig) -> int:
 
 
 def _block_dim(dim: int, tile: TileConfig) -> int:
-    smallest = BOX_DIMS if tile.kernel == "hopper" else 16  # the smallest mma
-    return max(next_power_of_2(dim), smallest)
+    return padded_dim(dim, 16 if tile.kernel == "forward" else BOX_DIMS)  # 16: the smallest mma
 
 
 def launch_tile_table(
@@ -112,7 +110,7 @@ class ForwardLauncher:
         if self.plan.num_workers == 0 or self.plan.max_segments == 0 or out.numel() == 0:
             return _launch_nothing
         call = (q, k, v, out, lse, num_indices, lse_scale)
-        if self.tile.kernel == "portable":
+        if self.tile.kernel == "forward":
             return self._bind_portable(self.tile, *call)
         portable = self._bind_portable(portable_twin(self.tile), *call)
         if not all(_has_whole_pieces(t) for t in (q, k, v)):
@@ -120,7 +118,7 @@ class ForwardLauncher:
         hopper = self._bind_hopper(*call)
 
         def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor) -> None:
-            # Addresses change from call to call, and the Hopper kernel copies pieces of 16 bytes.
+            # Addresses change from call to call, and the Hopper kernels copy pieces of 16 bytes.
             aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % PIECE_BYTES == 0
             (hopper if aligned else portable)(q, k, v, *others)
 
@@ -160,24 +158,19 @@ class ForwardLauncher:
         num_indices: int,
         lse_scale: float,
     ) -> Launch:
-        from evenshare.attention.kernels import hopper_prefill
+        from evenshare.attention.kernels import hopper_decode, hopper_prefill
 
         problem, tile = self.problem, self.tile
         box = box_rows(problem, tile)
         boxes = {1: _box(k, box), 2: _box(v, box)} if box and k.numel() and v.numel() else {}
-        launcher = get_launcher(
-            hopper_prefill.prefill,
-            6,
-            **self._constants(tile, q, lse),
-            GATHER=not boxes,
-            BOX=box,
-            Q_BUFFERS=tile.q_buffers,
-            STAGES=tile.num_stages,
+        constants = self._constants(tile, q, lse)
+        constants |= {"GATHER": not boxes, "BOX": box, "STAGES": tile.num_stages, "num_warps": tile.num_warps}
+        if tile.kernel == "hopper_decode":
+            launcher = get_launcher(hopper_decode.decode, 6, **constants, BLOCK_M=tile.block_m)
+        else:
             # Of 65536: two groups of four warps consume; TMA takes one warp and few registers, gathering takes four.
-            CONSUMER_REGISTERS=232 if boxes else 216,
-            PRODUCER_REGISTERS=40 if boxes else 72,
-            num_warps=tile.num_warps,
-        )
+            registers = {"CONSUMER_REGISTERS": 232 if boxes else 216, "PRODUCER_REGISTERS": 40 if boxes else 72}
+            launcher = get_launcher(hopper_prefill.prefill, 6, **constants, **registers, Q_BUFFERS=tile.q_buffers)
         static = self._static(tile, q, k, v, out, lse, num_indices, lse_scale)
         return launcher.bind(q.device, (self.plan.num_workers,), static, boxes)
 

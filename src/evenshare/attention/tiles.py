@@ -13,6 +13,10 @@ from evenshare.attention.problem import Problem
 Q_START, QO_LEN, ROW_BEGIN, KV_START, KV_LEN, FIRST_BLOCK, REQUEST, HEAD = range(8)
 TILE_COLUMNS = 8
 
+BOX_DIMS = 64  # of a TMA box: 128 bytes, the widest swizzle
+SHARED_BYTES = (227 << 10) - 2048  # of a SM on Hopper, less barriers and alignment
+MAX_STAGES = 12
+
 
 @dataclass(frozen=True)
 class TileConfig:
@@ -23,15 +27,15 @@ class TileConfig:
     num_warps: int
     num_stages: int
     workers_per_sm: int
-    kernel: str = "portable"  # a file of kernels/: "portable" is forward, "hopper" hopper_prefill
-    q_buffers: int = 1  # hopper: 2 if the next tile's q has a buffer of its own
+    kernel: str = "forward"  # a file of kernels/
+    q_buffers: int = 1  # hopper_prefill: 2 if the next tile's q has a buffer of its own
     head_major: bool = False  # a request's tiles head by head; otherwise the heads of a row tile are neighbours
 
     @property
     def policy(self) -> str:
         """How work is dealt unless the caller says otherwise: decode shares nothing, so its whole space is cut evenly; tall tiles
         share keys through L2 and their partials are large, so they are dealt whole, and only what is left at the end is cut."""
-        return "level_fill" if self.kernel == "hopper" else "stream_k"
+        return "level_fill" if self.kernel == "hopper_prefill" else "stream_k"
 
     def heads_per_row(self, problem: Problem) -> int:
         """KV heads that one row of the tile table stands for."""
@@ -43,12 +47,12 @@ def next_power_of_2(n: int) -> int:
 
 
 def portable_twin(tile: TileConfig) -> TileConfig:
-    """The portable kernel over the same tiles, for tensors whose rows the Hopper kernel cannot copy. It is there to be right."""
-    return replace(tile, kernel="portable", num_warps=8, num_stages=1)
+    """The portable kernel over the same tiles, for tensors whose rows the Hopper kernels cannot copy. It is there to be right."""
+    return replace(tile, kernel="forward", num_warps=8, num_stages=1)
 
 
 def runs_on_hopper(problem: Problem, capability: tuple[int, int]) -> bool:
-    """Whether the Hopper kernel computes this problem: 16-bit, rows of whole 16-byte pieces, a scale above 0."""
+    """Whether the Hopper kernels compute this problem: 16-bit, rows of whole 16-byte pieces, a scale above 0."""
     return (
         capability == (9, 0)
         and problem.dtype in (torch.float16, torch.bfloat16)
@@ -58,12 +62,27 @@ def runs_on_hopper(problem: Problem, capability: tuple[int, int]) -> bool:
     )
 
 
-def _hopper_tile(problem: Problem) -> TileConfig:
+def _prefill_tile(problem: Problem) -> TileConfig:
     """Shared memory (227 KB): 128 rows of q, once or twice, and num_stages blocks of K and V, dims padded to a power of two."""
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > 128:
-        return TileConfig(128, 64, 4, 2, 1, "hopper", 1, True)
-    return TileConfig(128, 128, 4, 2 if widest > 64 else 3, 1, "hopper", 2, True)
+        return TileConfig(128, 64, 4, 2, 1, "hopper_prefill", 1, True)
+    return TileConfig(128, 128, 4, 2 if widest > 64 else 3, 1, "hopper_prefill", 2, True)
+
+
+def _decode_tile(problem: Problem, rows: float) -> TileConfig:
+    """As few rows as wgmma takes, and all of shared memory for keys: q twice, probabilities, and a ring of K and V blocks."""
+    block_m = next(size for size in (8, 16, 32, 64) if rows <= size)
+    block_n = 64
+    block_d, block_dv = padded_dim(problem.head_dim), padded_dim(problem.head_dim_v)
+    left = SHARED_BYTES - 2 * block_m * (2 * block_d + block_n)
+    num_stages = left // (2 * block_n * (block_d + block_dv))
+    return TileConfig(block_m, block_n, 4, min(num_stages, MAX_STAGES), 1, "hopper_decode")
+
+
+def padded_dim(dim: int, smallest: int = BOX_DIMS) -> int:
+    """The size of a head dim in a kernel's tiles."""
+    return max(next_power_of_2(dim), smallest)
 
 
 def choose_tile(
@@ -77,8 +96,8 @@ def choose_tile(
     if interpreted:
         return TileConfig(16, 16, 4, 1, 1)  # small, so that short inputs have several iterations, row tiles and splits
     rows = mean_qo_len * problem.group_size
-    if rows > 32 and runs_on_hopper(problem, capability):
-        return _hopper_tile(problem)
+    if runs_on_hopper(problem, capability):
+        return _decode_tile(problem, rows) if rows <= 64 else _prefill_tile(problem)
     wide = max(problem.head_dim, problem.head_dim_v) > 128
     if problem.dtype == torch.float32:
         # FMA units take their operands from registers: larger tiles spill (ptxas, sm_80 and sm_90).

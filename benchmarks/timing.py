@@ -1,9 +1,10 @@
-"""Time on a GPU: CUDA events around calls, or around replays of a captured graph, with a cold L2. Microseconds."""
+"""Microseconds on a GPU, by events around calls or around replays of a graph, with a cold L2; and the host's, of a call."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,7 +13,7 @@ import torch
 from benchmarks.results import percentile
 
 Call = Callable[[], object]
-BUDGET_US = 200_000.0  # device time that one measurement may take
+BUDGET_US = 200_000.0  # device time that the samples of one candidate may take
 MIN_SAMPLES, MAX_SAMPLES = 11, 101
 
 
@@ -50,22 +51,15 @@ def clear_l2() -> None:
     _l2_sweep(torch.device("cuda", torch.cuda.current_device())).sum()
 
 
-def time_events(calls: Call | Sequence[Call]) -> Timing:
-    """One call between two events, the L2 cleared before each: what a caller without graphs sees of the device.
+@dataclass(frozen=True)
+class Candidate:
+    """What takes part in a measurement."""
 
-    Of several calls, which rotate over inputs for `time_graph`, the first is timed.
-    """
-    call = calls if callable(calls) else calls[0]
-    for _ in range(3):
-        call()
-    estimate = _sample(call)
-    torch.cuda.synchronize()
-    pairs = [_sample(call) for _ in range(num_samples(_elapsed_us(estimate)))]
-    torch.cuda.synchronize()
-    return summarise([_elapsed_us(pair) for pair in pairs])
+    run: Call
+    num_calls: int = 1  # that one run makes, one after the other
 
 
-def time_graph(calls: Call | Sequence[Call]) -> Timing:
+def as_graph(calls: Call | Sequence[Call]) -> Candidate:
     """Replays of a captured graph, so that the host's part is left out.
 
     One call: the L2 is cleared before each replay. Several calls: they are captured one after the other and the time is divided
@@ -79,8 +73,63 @@ def time_graph(calls: Call | Sequence[Call]) -> Timing:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    whole = time_events(graph.replay)
-    return Timing(whole.median / len(calls), whole.spread)
+    return Candidate(graph.replay, len(calls))
+
+
+def as_events(calls: Call | Sequence[Call]) -> Candidate:
+    """The call itself: what a caller without graphs sees of the device. Of several calls the first is timed."""
+    return Candidate(calls if callable(calls) else calls[0])
+
+
+def time_interleaved(candidates: Mapping[str, Candidate]) -> dict[str, Timing]:
+    """Device time of every candidate between two events, the L2 cleared before each sample.
+
+    A card lowers its clocks under load, and the next call pays for the last one's power. So candidates take turns, each once a
+    round and every other round backwards, which gives all of them the same neighbours. Nothing syncs between samples: the sweep of
+    the L2 keeps the host ahead of the device.
+    """
+    for candidate in candidates.values():
+        for _ in range(3):
+            candidate.run()
+    estimates = [_sample(candidate.run) for candidate in candidates.values()]
+    torch.cuda.synchronize()
+    mean_us = sum(map(_elapsed_us, estimates)) / max(len(estimates), 1)
+    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in candidates}
+    for i in range(num_samples(mean_us)):
+        for name in list(candidates)[:: -1 if i % 2 else 1]:
+            pairs[name].append(_sample(candidates[name].run))
+    torch.cuda.synchronize()
+    whole = {name: summarise([_elapsed_us(pair) for pair in found]) for name, found in pairs.items()}
+    return {name: Timing(timing.median / candidates[name].num_calls, timing.spread) for name, timing in whole.items()}
+
+
+def time_events(calls: Call | Sequence[Call]) -> Timing:
+    """`as_events`, alone."""
+    return time_interleaved({"": as_events(calls)})[""]
+
+
+def time_graph(calls: Call | Sequence[Call]) -> Timing:
+    """`as_graph`, alone."""
+    return time_interleaved({"": as_graph(calls)})[""]
+
+
+def time_host(calls: Mapping[str, Call], queued: int = 200, rounds: int = 15) -> dict[str, Timing]:
+    """Host time of one call: `queued` calls without a sync, the candidates in turn.
+
+    The calls must be so small that the device keeps up: a full launch queue makes the host wait.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds + 1):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(queued):
+                call()
+            end = time.perf_counter()
+            if i:  # the first round warms up
+                samples[name].append((end - begin) / queued * 1e6)
+    torch.cuda.synchronize()
+    return {name: summarise(found) for name, found in samples.items()}
 
 
 def copies_past_l2(bytes_per_call: int) -> int:

@@ -1,45 +1,21 @@
-"""Timing arithmetic, the harness on CPU tensors with a clock of its own, and the benchmarks' references."""
+"""The harness on CPU tensors with a clock of its own, and the products' references."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import attention_decode, gemm, harness, peers, w4a16
+from benchmarks import gemm, harness, peers, w4a16
 from benchmarks.ceilings import read_words
 from benchmarks.results import Row, read_reports
-from benchmarks.timing import MAX_SAMPLES, MIN_SAMPLES, Timing, num_samples, summarise
-from evenshare import paged_attention, quantize
-
-
-def test_summary_is_median_and_half_the_quartile_range() -> None:
-    timing = summarise([10.0, 8.0, 12.0, 100.0, 9.0])
-    assert timing == Timing(10.0, (12.0 - 9.0) / 2 / 10.0)
-    assert math.isnan(summarise([]).median)
-
-
-def test_number_of_samples_fits_the_budget() -> None:
-    assert num_samples(0.0) == MAX_SAMPLES
-    assert num_samples(1e9) == MIN_SAMPLES
-    assert num_samples(5_000.0) == 40
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> harness.Bench:
-    """A bench on the CPU whose clock says 20 us for whatever it times."""
-
-    def clock(calls: harness.Calls) -> Timing:
-        return Timing(20.0, 0.01)
-
-    monkeypatch.setattr(harness, "time_graph", clock)
-    monkeypatch.setattr(harness, "time_events", clock)
-    ceilings = {"read_tb_s": 4.0, "matmul_bf16_tflop_s": 800.0}
-    return harness.Bench(torch.device("cpu"), ceilings, ["cublas", "flex"], Console(record=True, width=200))
+from evenshare import quantize
 
 
 def test_compare_times_what_is_right(bench: harness.Bench) -> None:
@@ -62,7 +38,7 @@ def test_compare_times_what_is_right(bench: harness.Bench) -> None:
 
 @pytest.mark.parametrize("wrong", [torch.tensor([1.0, 2.1]), torch.tensor([1.0, math.nan])])
 def test_compare_refuses_a_wrong_result(bench: harness.Bench, wrong: torch.Tensor) -> None:
-    with pytest.raises(RuntimeError, match="case: relative error"):
+    with pytest.raises(RuntimeError, match="case: ours: relative error"):
         bench.compare("case", lambda: wrong, lambda name: None, torch.tensor([1.0, 2.0]), 1e-3)
     assert bench.rows == []
 
@@ -71,6 +47,47 @@ def test_compare_refuses_nan_outside_the_sample(bench: harness.Bench) -> None:
     output = torch.tensor([1.0, math.nan])
     with pytest.raises(RuntimeError, match="relative error inf"):
         bench.compare("case", lambda: output, lambda name: None, output[:1], 1e-3, sample=lambda y: y[:1])
+
+
+def test_a_wrong_variant_is_refused_and_named(bench: harness.Bench) -> None:
+    want = torch.tensor([1.0, 2.0])
+    row = bench.compare("case", lambda: want, lambda name: None, want, 1e-6, variants={"page 1": lambda: want})
+    assert row.peers == {"page 1": 20.0}
+    with pytest.raises(RuntimeError, match="case: page 1: relative error"):
+        bench.compare("case", lambda: want, lambda name: None, want, 1e-6, variants={"page 1": lambda: 1.01 * want})
+
+
+def test_rates_and_speeds_are_rows_of_their_own(bench: harness.Bench) -> None:
+    row = Row("case", "us", "lower", 20.0, peers={"cublas": 30.0}, flops=1e10, bytes=4e7, timing="graph")
+    rate = bench.add_rate(row, "TFLOP/s", target=400)
+    assert (rate.ours, rate.peers, rate.missed) == (pytest.approx(500.0), pytest.approx({"cublas": 10e3 / 30}), False)
+    assert bench.add_rate(row, "TB/s").ours == pytest.approx(2.0)
+    speed = bench.add_speed(row, "ours", "cublas", target=1.6)
+    assert speed is not None
+    assert (speed.case, speed.ours, speed.missed) == ("case: speed, ours / cublas", 1.5, True)
+    assert bench.add_speed(row, "cublas", "ours").ours == pytest.approx(2 / 3)  # type: ignore[union-attr]
+    assert bench.add_speed(row, "ours", "flex") is None
+    with pytest.raises(ValueError, match="want microseconds and the work of TFLOP/s"):
+        bench.add_rate(Row("case", "us", "lower", 1.0), "TFLOP/s")
+
+
+def test_a_failed_case_leaves_the_others(bench: harness.Bench) -> None:
+    @dataclass(frozen=True)
+    class Case:
+        title: str
+
+    def measure(bench: harness.Bench, case: Case) -> None:
+        if case.title == "two":
+            raise RuntimeError("illegal address")
+        bench.add(Row(case.title, "us", "lower", 1.0))
+
+    bench.measure_all([Case("one"), Case("two"), Case("three")], measure)
+    assert [row.case for row in bench.rows] == ["one", "three"]
+    assert bench.failed == ["two"]
+    assert "two: failed" in bench.console.export_text()
+    bench.only = "ree"
+    bench.measure_all([Case("one"), Case("three")], measure)
+    assert [row.case for row in bench.rows] == ["one", "three", "three"]
 
 
 def test_ratio_needs_the_work(bench: harness.Bench) -> None:
@@ -96,14 +113,16 @@ def test_peers_are_chosen_by_name() -> None:
     assert peers.select_peers([]) == ([], [])
 
 
+@pytest.mark.parametrize("name", ["attention_decode", "attention_prefill", "gemm", "plan", "w4a16"])
 def test_without_a_gpu_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert harness.main("gemm", None, gemm.fill, ["--out", str(tmp_path / "x.json")]) == 2
-    assert "needs a CUDA GPU" in capsys.readouterr().out
+    fill = importlib.import_module(f"benchmarks.{name}").fill
+    assert harness.main(name, None, fill, ["--out", str(tmp_path / "x.json")]) == 2
+    assert f"benchmarks.{name} needs a CUDA GPU" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
-    assert harness.main("gemm", None, gemm.fill, ["--peers", "cutlass"]) == 2
+    assert harness.main(name, None, fill, ["--peers", "cutlass"]) == 2
 
 
 def test_commit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,33 +138,6 @@ def test_read_kernel_reads_every_word(device: torch.device) -> None:
     assert difference % 2**32 == 0
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_decode_reference(page_size: int) -> None:
-    case = attention_decode.Case("small", [33, 1, 16], page_size, num_qo_heads=6, num_kv_heads=2)
-    batch = attention_decode.make_batch(case, torch.device("cpu"), torch.float32)
-    got = paged_attention(
-        batch.q,
-        batch.k_cache,
-        batch.v_cache,
-        kv_indptr=batch.kv_indptr,
-        kv_indices=batch.kv_indices,
-        last_page_len=batch.last_page_len,
-    )
-    want = torch.stack([attention_decode.reference(batch, case, request) for request in range(3)])
-    assert peers.relative_error(got, want) < 1e-6
-    assert case.bytes == 50 * 2 * 2 * 128 * 2
-
-
-def test_decode_of_equal_lengths_has_dense_peers() -> None:
-    case = attention_decode.Case("small", [5, 5], 2, num_qo_heads=4, num_kv_heads=2)
-    batch = attention_decode.make_batch(case, torch.device("cpu"), torch.float32)
-    call = attention_decode.dense_peer("sdpa-flash", batch, case)
-    assert call is not None
-    want = torch.stack([attention_decode.reference(batch, case, request) for request in range(2)])
-    assert peers.relative_error(call(), want) < 1e-6
-    assert attention_decode.dense_peer("flashinfer", batch, case) is None
-
-
 def test_w4a16_reference_is_what_the_codes_mean() -> None:
     weight = quantize(torch.randn(8, 256), w4a16.GROUP_SIZE)
     dense = w4a16.dequantize(weight.unpacked_codes(), weight.scales)
@@ -153,15 +145,6 @@ def test_w4a16_reference_is_what_the_codes_mean() -> None:
     from evenshare import w4a16_matmul
 
     assert peers.relative_error(w4a16_matmul(x, weight, backend="cpu"), x @ dense.T) < 1e-6
-
-
-@pytest.mark.parametrize("lengths", [[40, 40], [33, 1]])
-def test_a_decode_case_on_the_cpu(bench: harness.Bench, lengths: list[int]) -> None:
-    attention_decode.measure(bench, attention_decode.Case("small", lengths, 16, target=0.9))
-    value, ratio, plan = bench.rows
-    assert value.bytes == attention_decode.Case("small", lengths, 16).bytes
-    assert (ratio.kind, ratio.target, ratio.missed) == ("ratio", 0.9, True)
-    assert plan.case.endswith(", plan")
 
 
 def test_a_gemm_case_on_the_cpu(bench: harness.Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Paged decode: one query token a request over pages of 1 or 16 keys, D = 128, bf16, against the card's read bandwidth."""
+"""Paged decode: one query token a request (four where it is speculative) over pages in random order, D = 128, bf16, against the
+card's read bandwidth."""
 
 from __future__ import annotations
 
@@ -8,142 +9,96 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import harness, peers
-from evenshare import plan_attention
+from benchmarks.batches import MAX_ERROR, Batch, Shape, make_batch
+from benchmarks.workloads import LONG_TAIL, MEAN_1024, const
 
-HEAD_DIM = 128
-MAX_ERROR = 1e-2  # bf16 output and probabilities round to 2^-9 each
+USUAL_PEERS = ("sdpa-cudnn", "sdpa-flash", "flashinfer")  # flex compiles for seconds a shape
+LARGE_KV = 512e6  # bytes from which on bandwidth alone counts
+READ_SHARE = 0.94  # of the read ceiling that a large cache is to reach
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
-    lengths: list[int]
-    page_size: int
-    num_qo_heads: int = 32
-    num_kv_heads: int = 8
-    target: float | None = None  # share of the read ceiling
+    shape: Shape
+    target: float | None = None  # TB/s
 
     @property
     def title(self) -> str:
-        return f"{self.num_qo_heads}/{self.num_kv_heads} heads, page {self.page_size}, {self.name}"
-
-    @property
-    def bytes(self) -> int:
-        """K and V, each once; q, out and the page table, a thousandth of that, are not counted."""
-        return sum(self.lengths) * 2 * self.num_kv_heads * HEAD_DIM * 2
+        return f"{self.shape.label}, {self.name}"
 
 
+def case(
+    name: str,
+    lengths: list[int],
+    heads: tuple[int, int] = (32, 8),
+    page_size: int = 16,
+    rows: int = 1,
+    target: float | None = None,
+) -> Case:
+    """lengths: keys of each request; rows: query tokens of each."""
+    return Case(name, Shape(const(rows, len(lengths)), lengths, *heads, page_size=page_size), target)
+
+
+TARGETS = {"const 1024": 2.4, "U(512,1024)": 2.0, "zipf 1024": 2.4, "64k + 15x256": 3.8, "const 8192": 4.0}
+SIXTEEN = {**MEAN_1024, **LONG_TAIL, "const 8192": const(8192, 16)}
 CASES = [
-    Case("B=64 L=8192", [8192] * 64, 1, target=0.90),
-    Case("B=64 L=8192", [8192] * 64, 16, target=0.90),
-    Case("B=16 L=1024", [1024] * 16, 16),
-    Case("B=16 L=8192", [8192] * 16, 16),
-    Case("B=1 L=131072", [131072], 1),
-    Case("B=1 L=131072", [131072], 16),
-    Case("64k + 15x256", [65536] + [256] * 15, 16),
-    Case("B=64 L=8192", [8192] * 64, 16, num_qo_heads=28, num_kv_heads=4),
-    Case("B=16 L=1024", [1024] * 16, 1, num_qo_heads=28, num_kv_heads=4),
+    *(case(f"B=16 {name}", lengths, (64, 8), target=TARGETS[name]) for name, lengths in SIXTEEN.items()),
+    *(case("B=64 L=8192", const(8192, 64), page_size=page_size) for page_size in (1, 16, 64, 256)),
+    *(case("B=1 L=131072", [131072], page_size=page_size) for page_size in (1, 16)),
+    case("B=256 L=2048", const(2048, 256)),
+    case("B=16 L=1024", const(1024, 16)),
+    case("B=16 L=8192", const(8192, 16)),
+    case("B=16 64k + 15x256", LONG_TAIL["64k + 15x256"]),
+    case("B=64 L=8192", const(8192, 64), (32, 1)),
+    case("B=64 L=8192", const(8192, 64), (28, 4)),
+    case("B=16 L=1024", const(1024, 16), (28, 4), page_size=1),
+    case("B=64 L=8192", const(8192, 64), (16, 1)),
+    case("B=16 L=8192", const(8192, 16), (32, 32)),
+    case("B=64 L=8192, 4 rows", const(8192, 64), rows=4),
+    case("B=16 L=1024, 4 rows", const(1024, 16), rows=4),
 ]
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A case's tensors: NHD pages in random order, metadata on the host."""
-
-    q: torch.Tensor  # [B, Hq, D]
-    k_cache: torch.Tensor  # [pages, page_size, Hkv, D]
-    v_cache: torch.Tensor
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
-    last_page_len: torch.Tensor
-
-
-def make_batch(case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Batch:
-    num_pages = torch.tensor([-(-length // case.page_size) for length in case.lengths], dtype=torch.int32)
-    kv_indptr = torch.zeros(len(case.lengths) + 1, dtype=torch.int32)
-    kv_indptr[1:] = num_pages.cumsum(0)
-    total = int(kv_indptr[-1])
-    last_page_len = torch.tensor(case.lengths, dtype=torch.int32) - (num_pages - 1) * case.page_size
-    pages = (total, case.page_size, case.num_kv_heads, HEAD_DIM)
-    k_cache, v_cache = (torch.randn(pages, dtype=dtype, device=device) for _ in range(2))
-    q = torch.randn(len(case.lengths), case.num_qo_heads, HEAD_DIM, dtype=dtype, device=device)
-    return Batch(q, k_cache, v_cache, kv_indptr, torch.randperm(total, dtype=torch.int32), last_page_len)
-
-
-def gather(batch: Batch, case: Case, request: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V [L, Hkv, D] of one request."""
-    begin, end = batch.kv_indptr[request : request + 2].tolist()
-    pages = batch.kv_indices[begin:end].to(batch.q.device, torch.int64)
-    length = case.lengths[request]
-    return batch.k_cache[pages].flatten(0, 1)[:length], batch.v_cache[pages].flatten(0, 1)[:length]
-
-
-def reference(batch: Batch, case: Case, request: int) -> torch.Tensor:
-    """[Hq, D] of one request in float64, one KV head at a time."""
-    k, v = gather(batch, case, request)
-    group = case.num_qo_heads // case.num_kv_heads
-    rows = []
-    for head, q in enumerate(batch.q[request].double().split(group)):
-        weights = torch.softmax(q @ k[:, head].double().T * HEAD_DIM**-0.5, dim=-1)
-        rows.append(weights @ v[:, head].double())
-    return torch.cat(rows)
-
-
-def dense_peer(name: str, batch: Batch, case: Case) -> Callable[[], torch.Tensor] | None:
-    """Attention over the same keys laid out densely, which is easier work; for equal lengths."""
-    if len(set(case.lengths)) > 1 or not (name.startswith("sdpa") or name == "flex"):
+def dense_peer(name: str, batch: Batch) -> Callable[[], torch.Tensor] | None:
+    """Attention over the same keys laid out densely, which is easier work; one row a request, equal lengths."""
+    if not (name.startswith("sdpa") or name == "flex") or max(batch.shape.qo_lens) > 1:
         return None
-    gathered = [gather(batch, case, request) for request in range(len(case.lengths))]
-    k, v = (torch.stack(side) for side in zip(*gathered, strict=True))
-    call = peers.attention(name, batch.q[:, None], k, v)
-    return call and (lambda: call()[:, 0])
+    dense = batch.dense()
+    call = dense and peers.attention(name, *dense)
+    return call and (lambda: call().flatten(0, 1))
+
+
+def paged_peer(name: str, batch: Batch) -> Callable[[], torch.Tensor] | None:
+    if max(batch.shape.qo_lens) > 1 or batch.kv_indices is None or batch.last_page_len is None:
+        return None
+    return peers.paged_decode(name, batch.q, batch.k, batch.v, batch.kv_indptr, batch.kv_indices, batch.last_page_len)
 
 
 def measure(bench: harness.Bench, case: Case) -> None:
-    """The case's time, its share of the read ceiling, and what planning takes."""
-    batch = make_batch(case, bench.device)
-    metadata = {name: getattr(batch, name).to(bench.device) for name in ("kv_indptr", "kv_indices", "last_page_len")}
-    plan = plan_attention(
-        num_qo_heads=case.num_qo_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim=HEAD_DIM,
-        page_size=case.page_size,
-        dtype=batch.q.dtype,
-        **metadata,
-    )
-    out = torch.full_like(batch.q, float("nan"))
-    requests = sorted({0, len(case.lengths) // 2, len(case.lengths) - 1})
+    """The case's time and what it reads per second."""
+    batch = make_batch(case.shape, bench.device)
+    plan = batch.plan()
+    tokens = batch.sampled_tokens()
     row = bench.compare(
         case.title,
-        lambda: plan.run(batch.q, batch.k_cache, batch.v_cache, out=out),
-        lambda name: (
-            dense_peer(name, batch, case)
-            or peers.paged_decode(
-                name,
-                batch.q,
-                batch.k_cache,
-                batch.v_cache,
-                batch.kv_indptr,
-                batch.kv_indices,
-                batch.last_page_len,
-            )
-        ),
-        torch.stack([reference(batch, case, request) for request in requests]),
+        batch.run_call(plan),
+        lambda name: dense_peer(name, batch) or paged_peer(name, batch),
+        batch.reference(),
         MAX_ERROR,
-        sample=lambda output: output[requests],
-        flops=4 * sum(case.lengths) * case.num_qo_heads * HEAD_DIM,
-        bytes=case.bytes,
+        sample=lambda output: output[tokens],
+        flops=case.shape.flops,
+        bytes=case.shape.kv_bytes,
     )
     plan.check()
-    bench.add_ratio(row, "read_tb_s", target=case.target)
-    bench.add_time(f"{case.title}, plan", plan.update)
+    if case.target is not None:
+        bench.add_rate(row, "TB/s", target=case.target)
+    bench.add_ratio(row, "read_tb_s", target=READ_SHARE if case.shape.kv_bytes >= LARGE_KV else None)
 
 
 def fill(bench: harness.Bench) -> None:
-    for case in CASES:
-        measure(bench, case)
-        torch.cuda.empty_cache()
+    bench.measure_all(CASES, measure)
 
 
 if __name__ == "__main__":
-    harness.run("attention_decode", __doc__, fill)
+    harness.run("attention_decode", __doc__, fill, USUAL_PEERS)

@@ -26,6 +26,7 @@ from benchmarks.timing import as_events, as_graph, time_events, time_graph, time
 PACKAGES = ("evenshare", "torch", "triton", "flashinfer-python", "humming", "gemlite", "transformers")
 Call = Callable[[], torch.Tensor]
 Calls = Call | Sequence[Call]
+LOG_WIDTH = 160
 MAX_PEER_ERROR = 0.05  # a peer further off than this does other work
 
 
@@ -200,6 +201,12 @@ def _error(calls: Calls, reference: torch.Tensor, sample: Callable[[torch.Tensor
     return relative_error(sample(output), reference)
 
 
+def make_console() -> Console:
+    """Of the terminal's width; a log gets lines wide enough for a table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=LOG_WIDTH)
+
+
 def show(console: Console, title: str, rows: Sequence[Row]) -> None:
     """One line a case: us, TFLOP/s, GB/s, and how many times better than the best peer."""
     table = Table("case", title=title)
@@ -295,7 +302,7 @@ def measure(
 
     usual_peers: those measured unless `--peers` names others; None: all. Rows measured before a failure are kept.
     """
-    console = Console()
+    console = make_console()
     try:
         peers, absent = select_peers(usual_peers if options.peers is None else options.peers)
     except ValueError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import attention_decode, attention_prefill, harness, plan
+from benchmarks import attention_decode, attention_mixed, attention_prefill, harness, plan
 from benchmarks.batches import Batch, Shape, make_batch
 from benchmarks.peers import relative_error
 from evenshare import paged_attention
@@ -87,11 +87,17 @@ def test_large_caches_have_a_share_of_the_ceiling_to_reach() -> None:
     assert "64/8 heads, page 16, B=16 64k + 15x256" not in large
 
 
-@pytest.mark.parametrize("name", ["attention_decode.CASES", "attention_prefill.DENSE", "attention_prefill.MORE_DENSE",
-                                  "attention_prefill.RAGGED", "plan.PLANS", "plan.CALLS"])  # fmt: skip
-def test_titles_are_different(name: str) -> None:
-    module, cases = name.split(".")
-    titles = [case.title for case in getattr({"plan": plan}.get(module) or globals()[module], cases)]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        attention_decode.CASES,
+        attention_mixed.CASES,
+        [*attention_prefill.DENSE, *attention_prefill.MORE_DENSE, *attention_prefill.RAGGED, *attention_prefill.APPEND],
+        [*plan.PLANS, *plan.CALLS, *plan.STARTS],
+    ],
+)
+def test_titles_are_different(cases: list[harness.Titled]) -> None:
+    titles = [case.title for case in cases]
     assert len(set(titles)) == len(titles)
 
 
@@ -119,6 +125,18 @@ def test_a_ragged_prefill_case(bench: harness.Bench) -> None:
 def test_an_append_case(bench: harness.Bench) -> None:
     attention_prefill.measure_append(bench, attention_prefill.Case("small", Shape([7, 7], [40, 40], 4, 2, 32, 16)))
     assert [row.unit for row in bench.rows] == ["us", "TFLOP/s"]
+
+
+def test_a_mixed_case(bench: harness.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_mixed, "side_by_side", attention_mixed.in_turn)  # the CPU has no streams
+    case = attention_mixed.Case(2, 3, 20, 4, 33)
+    assert case.title == "2 x 3 on 20 + 4 x 1 on 33"
+    assert (case.shape.qo_lens, case.shape.kv_lens) == ([3, 3, 1, 1, 1, 1], [23, 23, 33, 33, 33, 33])
+    attention_mixed.measure(bench, case)
+    assert set(bench.rows[0].peers) == {"two plans", "two streams"}
+    assert [row.case for row in bench.rows[1:]] == [
+        f"{case.title}: speed, ours / two {w}" for w in ("plans", "streams")
+    ]
 
 
 def test_planning_and_calls(bench: harness.Bench) -> None:

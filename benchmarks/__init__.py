@@ -1,1 +1,1 @@
-"""One module per table: `python -m benchmarks.NAME [--peers ...] [--out FILE]`, then `python -m benchmarks.check`."""
+"""One module per table: `python -m benchmarks.NAME [--only WORD] [--peers ...] [--out FILE]`, then `python -m benchmarks.check`."""

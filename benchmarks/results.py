@@ -16,7 +16,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("value", "ratio", "geomean", "percentile")
 BETTER = ("lower", "higher")
-TIMINGS = ("events", "graph", "wall")
+TIMINGS = ("events", "graph", "wall", "simulated")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Row:
     kind: str = "value"
     peers: dict[str, float] = field(default_factory=dict)  # in the same unit
     target: float | None = None  # what `ours` must reach; absent from the file if None
-    timing: str = "events"  # "events", "graph" (a replayed CUDA graph) or "wall" (the host's clock)
+    timing: str = "events"  # "events", "graph" (a replayed CUDA graph), "wall" (the host's clock) or "simulated"
     spread: float | None = None  # half the range between the quartiles, relative to the median
     flops: float | None = None  # operations of one call, for the table's TFLOP/s
     bytes: float | None = None  # least memory traffic of one call, for the table's GB/s

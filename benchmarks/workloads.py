@@ -65,20 +65,27 @@ class Trace:
     prompts: list[int]
     outputs: list[int]
 
-    def prefill(self, batch: int, seed: int = 0) -> list[int]:
-        """Prompt lengths of `batch` requests that came one after the other."""
-        first = random.Random(seed).randrange(max(len(self.prompts) - batch, 0) + 1)
-        return self.prompts[first : first + batch]
+    def prefill(self, num_tokens: int, seed: int = 0) -> list[int]:
+        """Prompts that came one after the other, `num_tokens` in all: the last one is cut, as in chunked prefill."""
+        lengths: list[int] = []
+        left = num_tokens
+        for prompt in self.prompts[random.Random(seed).randrange(len(self.prompts)) :]:
+            lengths.append(min(prompt, left))
+            left -= lengths[-1]
+            if not left:
+                break
+        return lengths
 
     def decode(self, batch: int, seed: int = 0) -> list[int]:
-        """Context lengths of `batch` requests caught at a random step: a request is as likely as its output is long."""
+        """Keys of `batch` requests caught at a random step: a request is as likely as its output is long."""
         draw = random.Random(seed)
-        chosen = draw.choices(range(len(self.prompts)), weights=self.outputs, k=batch)
-        return [self.prompts[i] + draw.randint(1, max(self.outputs[i], 1)) for i in chosen]
+        chosen = draw.choices(range(len(self.prompts)), self.outputs, k=batch)
+        return [self.prompts[i] + draw.randint(1, self.outputs[i]) for i in chosen]
 
 
 def read_traces(folder: Path) -> list[Trace]:
-    """Every .csv or .jsonl, gzipped or not, of a folder, in Azure's columns or Mooncake's; empty prompts are left out.
+    """Every .csv or .jsonl, gzipped or not, of a folder, in Azure's columns or Mooncake's; those without a prompt or an
+    output are left out.
 
     Raises ValueError naming the folder if it holds none, or the file if its columns are others.
     """
@@ -90,10 +97,12 @@ def read_traces(folder: Path) -> list[Trace]:
 
 def _read_trace(path: Path) -> Trace:
     try:
-        lengths = [pair for pair in map(_lengths, _records(path)) if pair[0] > 0]
+        lengths = [pair for pair in map(_lengths, _records(path)) if min(pair) > 0]
     except (KeyError, OSError, TypeError, ValueError) as error:
         columns = " or ".join(" and ".join(pair) for pair in TRACE_COLUMNS)
         raise ValueError(f"{path}: got no trace ({error!r}), want the columns {columns}") from error
+    if not lengths:
+        raise ValueError(f"{path}: got no requests, want one with a prompt and an output at least")
     return Trace(path.name.partition(".")[0], [prompt for prompt, _ in lengths], [output for _, output in lengths])
 
 

@@ -66,8 +66,8 @@ def test_traces_of_both_forms(tmp_path: Path) -> None:
     assert (azure.name, moon.name) == ("azure", "moon")
     for trace in (azure, moon):
         assert (trace.prompts, trace.outputs) == ([100, 300], [10, 1])
-        assert trace.prefill(2) == [100, 300]
-        assert trace.prefill(9) == [100, 300]
+        assert trace.prefill(250, seed=1) == [100, 150]
+        assert trace.prefill(1000, seed=1) == [100, 300]
         lengths = trace.decode(200)
         assert lengths == trace.decode(200)
         assert set(lengths) <= {*range(101, 111), 301}
@@ -77,6 +77,9 @@ def test_traces_of_both_forms(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got no traces, want"):
         read_traces(tmp_path)
-    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"other\.csv: got no trace .* want the columns ContextTokens"):
+    (tmp_path / "empty.csv").write_text("ContextTokens,GeneratedTokens\n0,7\n")
+    with pytest.raises(ValueError, match=r"empty\.csv: got no requests"):
+        read_traces(tmp_path)
+    (tmp_path / "empty.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"empty\.csv: got no trace .* want the columns ContextTokens"):
         read_traces(tmp_path)

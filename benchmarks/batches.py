@@ -87,7 +87,7 @@ class Batch:
         shape, device = replace(self.shape, page_size=page_size), self.q.device
         lengths = torch.tensor(shape.kv_lens, dtype=torch.int32)
         num_pages = (lengths + page_size - 1) // page_size
-        kv_indptr = _indptr(num_pages)
+        kv_indptr = indptr(num_pages)
         pages = torch.randperm(int(kv_indptr[-1]), dtype=torch.int32)
         request = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         place = torch.arange(len(request)) - self.kv_indptr[request]
@@ -170,7 +170,7 @@ class Batch:
 
 def make_batch(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Batch:
     """Normally distributed q, k, v."""
-    qo_indptr, kv_indptr = (_indptr(torch.tensor(lengths)) for lengths in (shape.qo_lens, shape.kv_lens))
+    qo_indptr, kv_indptr = indptr(shape.qo_lens), indptr(shape.kv_lens)
     q = torch.randn(int(qo_indptr[-1]), shape.num_qo_heads, shape.head_dim, dtype=dtype, device=device)
     keys = (int(kv_indptr[-1]), shape.num_kv_heads, shape.head_dim)
     k, v = (torch.randn(keys, dtype=dtype, device=device) for _ in range(2))
@@ -178,9 +178,9 @@ def make_batch(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bf
     return batch.paged(shape.page_size) if shape.page_size else batch
 
 
-def _indptr(lengths: torch.Tensor) -> torch.Tensor:
+def indptr(lengths: Sequence[int] | torch.Tensor) -> torch.Tensor:
     """int32 [B + 1]: the prefix sums of [B]."""
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return torch.nn.functional.pad(torch.as_tensor(lengths).cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _ends(count: int) -> list[int]:

@@ -95,7 +95,7 @@ def cold_start(phase: str) -> dict[str, float]:
         )
     if found.returncode:
         raise RuntimeError(f"cold start: {found.stderr[-400:]}")
-    seconds: dict[str, float] = json.loads(found.stdout)
+    seconds: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
     return seconds
 
 

@@ -18,19 +18,29 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import harness
-from benchmarks.batches import MAX_ERROR, Shape, make_batch
+from benchmarks.batches import MAX_ERROR, Shape, indptr, make_batch
 from benchmarks.results import Row, geomean, write_report
 from benchmarks.workloads import LONG_TAIL, MEAN_1024, Trace, const, read_traces, uniform, zipf
-from evenshare.attention.executors import TILE_OVERHEAD
-from evenshare.attention.metadata import make_batch as make_metadata
+from evenshare.attention.executors import Capacity, TritonExecutor
+from evenshare.attention.metadata import Batch
 from evenshare.attention.problem import Problem, default_scale
-from evenshare.attention.tiles import TileConfig, choose_tile, max_row_tiles, tile_table
-from evenshare.schedule import Costs, RaggedSpace, make_plan, simulate
+from evenshare.attention.tiles import TileConfig
+from evenshare.device.target import Target
+from evenshare.schedule import Costs, Plan, simulate
 from evenshare.schedule.policies import POLICIES
 
-H200 = ((9, 0), 132)  # compute capability, SMs
+
+@dataclass(frozen=True)
+class Sizes:
+    """What plans depend on of a GPU."""
+
+    capability: tuple[int, int]
+    num_sms: int
+
+
+H200 = Sizes((9, 0), 132)
 FLOPS_PER_BYTE = 185  # an H200's bf16 peak over its read bandwidth, about 800 TFLOP/s and 4.3 TB/s
-PREFILL_TOKENS, DECODE_BATCH = 32768, 64  # of a batch from a trace
+PREFILL_TOKENS, DECODE_BATCH = 16384, 64  # of a batch from a trace
 
 
 @dataclass(frozen=True)
@@ -63,48 +73,56 @@ def make_cases(traces: Sequence[Trace]) -> list[Case]:
     ]
 
 
-def choose(shape: Shape, capability: tuple[int, int]) -> tuple[Problem, TileConfig]:
-    """The problem and the tile that `plan_attention` takes for it."""
-    heads, dim = (shape.num_qo_heads, shape.num_kv_heads), shape.head_dim
-    problem = Problem(*heads, dim, dim, torch.bfloat16, 0, shape.causal, sm_scale=default_scale(dim))
-    return problem, choose_tile(problem, sum(shape.qo_lens) / len(shape.qo_lens), capability)
-
-
-def make_space(shape: Shape, problem: Problem, tile: TileConfig) -> RaggedSpace:
-    """The shape's tiles and their blocks of keys, as the planner sees them."""
-    qo_indptr, kv_indptr = (
-        torch.nn.functional.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0), (1, 0)).int()
-        for lengths in (shape.qo_lens, shape.kv_lens)
+def make_executor(shape: Shape, policy: str | None, sizes: Sizes) -> TritonExecutor:
+    """What `plan_attention` makes on a GPU of these sizes, here on the host."""
+    dim = shape.head_dim
+    problem = Problem(
+        shape.num_qo_heads,
+        shape.num_kv_heads,
+        dim,
+        dim,
+        torch.bfloat16,
+        shape.page_size,
+        shape.causal,
+        sm_scale=default_scale(dim),
     )
-    empty = dict.fromkeys(("kv_indices", "last_page_len", "block_table", "kv_lens"))
-    batch = make_metadata(qo_indptr=qo_indptr, kv_indptr=kv_indptr, **empty)
-    max_tiles = max_row_tiles(problem, tile, batch.size, sum(shape.qo_lens))
-    _, iterations = tile_table(problem, tile, batch, max_tiles)
-    return RaggedSpace(iterations, inner=tile.heads_per_row(problem), overhead=TILE_OVERHEAD)
+    target = Target("triton", torch.device("cpu"), sizes.num_sms, sizes.capability, interpreted=False)
+    return TritonExecutor(
+        problem, Capacity(len(shape.qo_lens), sum(shape.qo_lens), max(shape.kv_lens)), target, policy, "host"
+    )
+
+
+def make_schedule(shape: Shape, policy: str, sizes: Sizes) -> Plan:
+    """Who computes which blocks of keys; pages change nothing about that."""
+    executor = make_executor(shape, policy, sizes)
+    executor.plan(Batch("ragged", indptr(shape.qo_lens), indptr(shape.kv_lens)))
+    assert executor.schedule is not None
+    return executor.schedule
 
 
 def estimate_costs(problem: Problem, tile: TileConfig) -> Costs:
-    """What storing or merging a partial takes, relative to an iteration: by bytes, or by arithmetic where that takes longer."""
+    """What storing or merging a partial takes, relative to an iteration: by bytes, or by arithmetic where that takes longer.
+
+    A segment's prologue and epilogue cost an iteration.
+    """
     dims = problem.head_dim + problem.head_dim_v
     iteration = tile.block_n * max(2 * dims, 2 * tile.block_m * dims / FLOPS_PER_BYTE)
     partial_bytes = 4 * tile.block_m * (problem.head_dim_v + 1)
-    return Costs(segment=TILE_OVERHEAD, store=partial_bytes / iteration, merge=partial_bytes / iteration)
+    return Costs(segment=1.0, store=partial_bytes / iteration, merge=partial_bytes / iteration)
 
 
-def simulate_case(case: Case, capability: tuple[int, int], num_sms: int) -> Row:
-    """Makespans of all policies; "ours" is the one that the tile asks for."""
-    problem, tile = choose(case.shape, capability)
-    space, costs = make_space(case.shape, problem, tile), estimate_costs(problem, tile)
-    workers = num_sms * tile.workers_per_sm
-    spans = {name: simulate(make_plan(space, name, workers), costs).makespan for name in POLICIES}
-    own = spans.pop(tile.policy)
-    return Row(f"{case.title}, {tile.policy}", "iterations", "lower", own, peers=spans, timing="simulated")
+def simulate_case(case: Case, sizes: Sizes) -> Row:
+    """Makespans of all policies; "ours" is the default."""
+    executor = make_executor(case.shape, None, sizes)
+    costs = estimate_costs(executor.problem, executor.tile)
+    spans = {name: simulate(make_schedule(case.shape, name, sizes), costs).makespan for name in POLICIES}
+    own = spans.pop(executor.policy)
+    return Row(f"{case.title}, {executor.policy}", "iterations", "lower", own, peers=spans, timing="simulated")
 
 
-def measure(bench: harness.Bench, case: Case) -> None:
+def measure(bench: harness.Bench, case: Case, sizes: Sizes) -> None:
     """Time of a run under every policy, planned on the host, in turn."""
-    capability = torch.cuda.get_device_capability(bench.device) if bench.device.type == "cuda" else H200[0]
-    default = choose(case.shape, capability)[1].policy
+    default = make_executor(case.shape, None, sizes).policy
     batch = make_batch(case.shape, bench.device)
     calls = {name: batch.run_call(batch.plan(on_host=True, policy=name)) for name in POLICIES}
     tokens = batch.sampled_tokens()
@@ -154,23 +172,23 @@ def show_policies(console: Console, rows: Sequence[Row]) -> None:
 
 def fill(bench: harness.Bench, cases: Sequence[Case]) -> None:
     properties = torch.cuda.get_device_properties(bench.device)
-    sizes = ((properties.major, properties.minor), properties.multi_processor_count)
+    sizes = Sizes((properties.major, properties.minor), properties.multi_processor_count)
     for case in cases:
         if bench.wants(case.title):
-            bench.add(simulate_case(case, *sizes))
-    bench.measure_all(cases, measure)
+            bench.add(simulate_case(case, sizes))
+    bench.measure_all(cases, partial(measure, sizes=sizes))
     bench.rows += summarise(bench.rows)
     show_policies(bench.console, bench.rows)
 
 
 def simulate_all(cases: Sequence[Case], options: argparse.Namespace) -> int:
     """The part that needs no GPU."""
-    rows = [simulate_case(case, *H200) for case in cases if options.only in case.title]
+    rows = [simulate_case(case, H200) for case in cases if options.only in case.title]
     rows += summarise(rows)
     console = harness.make_console()
     show_policies(console, rows)
     if not options.only or options.out:
-        report = harness.make_report("policies", f"simulated, {H200[1]} SMs", {}, rows)
+        report = harness.make_report("policies", f"simulated, {H200.num_sms} SMs", {}, rows)
         console.print(f"written: {write_report(report, options.out)}")
     return 0
 

@@ -47,7 +47,7 @@ def test_a_selection_is_a_batch_of_its_own() -> None:
     assert relative_error(run(batch.select(1, 3)), whole[3:]) < 1e-6
 
 
-def test_int32_metadata_of_paged_attention() -> None:
+def test_paged_attention_takes_the_metadata() -> None:
     batch = make_batch(Shape([1, 1], [5, 9], 4, 2, 32, 4), CPU, torch.float32)
     got = paged_attention(
         batch.q,

@@ -12,9 +12,12 @@ from benchmarks import harness, policies
 from benchmarks.batches import Shape
 from benchmarks.results import Row, read_reports
 from benchmarks.workloads import Trace
+from evenshare.schedule import simulate
 from evenshare.schedule.policies import POLICIES
 
 SMALL = policies.Case("decode", "small", Shape([1, 1, 1], [900, 20, 30], 8, 2, 32, page_size=16))
+SMALL_CARD = policies.Sizes((9, 0), 8)
+DEFAULT = policies.make_executor(SMALL.shape, None, SMALL_CARD).policy
 
 
 def test_traces_join_the_cases() -> None:
@@ -25,26 +28,32 @@ def test_traces_join_the_cases() -> None:
     assert "decode, 64k + 15x256" in found
 
 
-def test_the_space_has_every_block_once() -> None:
-    problem, tile = policies.choose(SMALL.shape, (9, 0))
-    space = policies.make_space(SMALL.shape, problem, tile)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_schedule_has_every_block_once(policy: str) -> None:
+    tile = policies.make_executor(SMALL.shape, policy, SMALL_CARD).tile
+    schedule = policies.make_schedule(SMALL.shape, policy, SMALL_CARD)
     blocks = [-(-length // tile.block_n) for length in SMALL.shape.kv_lens]
-    assert sum(space.iterations.tolist()) * space.inner == sum(blocks) * 2
-    costs = policies.estimate_costs(problem, tile)
-    assert costs.store == pytest.approx(4 * tile.block_m * 33 / (tile.block_n * 2 * 64))  # bound by bytes
+    assert simulate(schedule).iterations == 2 * sum(blocks)
+
+
+def test_costs_follow_from_bytes_or_arithmetic() -> None:
+    decode, prefill = (policies.make_executor(shape, None, SMALL_CARD) for shape in (SMALL.shape, Shape([512], [512])))
+    costs = policies.estimate_costs(decode.problem, decode.tile)
+    assert costs.store == pytest.approx(4 * decode.tile.block_m * 33 / (decode.tile.block_n * 2 * 64))  # bound by bytes
+    assert costs.store < 0.5 < policies.estimate_costs(prefill.problem, prefill.tile).store < 2
 
 
 def test_even_shares_beat_whole_tiles_in_the_simulation() -> None:
-    row = policies.simulate_case(SMALL, (9, 0), 8)
-    assert (row.case, row.unit, row.timing) == ("decode, small, stream_k", "iterations", "simulated")
-    assert set(row.peers) == set(POLICIES) - {"stream_k"}
-    assert row.ours < row.peers["data_parallel"]
+    row = policies.simulate_case(SMALL, SMALL_CARD)
+    assert (row.case, row.unit, row.timing) == (f"decode, small, {DEFAULT}", "iterations", "simulated")
+    assert set(row.peers) == set(POLICIES) - {DEFAULT}
+    assert {**row.peers, DEFAULT: row.ours}["stream_k"] < row.peers["data_parallel"]
 
 
 def test_a_case_is_timed_under_every_policy(bench: harness.Bench) -> None:
-    policies.measure(bench, SMALL)
-    assert bench.rows[0].case == "decode, small, stream_k"
-    assert set(bench.rows[0].peers) == set(POLICIES) - {"stream_k"}
+    policies.measure(bench, SMALL, SMALL_CARD)
+    assert bench.rows[0].case == f"decode, small, {DEFAULT}"
+    assert set(bench.rows[0].peers) == set(POLICIES) - {DEFAULT}
 
 
 def test_summaries_keep_phases_and_timings_apart() -> None:

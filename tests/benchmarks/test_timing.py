@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from benchmarks import timing
-from benchmarks.timing import MAX_SAMPLES, MIN_SAMPLES, Candidate, Timing, num_samples, summarise, time_interleaved
+from benchmarks.timing import (
+    MAX_SAMPLES,
+    MIN_SAMPLES,
+    Candidate,
+    Timing,
+    as_events,
+    as_graph,
+    num_samples,
+    summarise,
+    time_host,
+    time_interleaved,
+)
 
 
 def test_summary_is_median_and_half_the_quartile_range() -> None:
@@ -58,7 +70,19 @@ def test_host_time_leaves_the_first_round_out(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = timing.time_host({"a": lambda: call("a", 3e-6), "b": lambda: call("b", 5e-6)}, queued=5, rounds=4)
+    found = time_host({"a": lambda: call("a", 3e-6), "b": lambda: call("b", 5e-6)}, queued=5, rounds=4)
     assert counts == {"a": 25, "b": 25}
     assert found["a"].median == pytest.approx(3.0)
     assert found["b"].median == pytest.approx(5.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_graphs_and_events_see_the_same_kernel() -> None:
+    a = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty_like(a)
+    call = partial(torch.mm, a, a, out=out)
+    found = time_interleaved({"graph": as_graph(call), "twice": as_graph([call, call]), "events": as_events(call)})
+    assert found["events"].median == pytest.approx(found["graph"].median, rel=0.3)
+    assert found["twice"].median == pytest.approx(found["graph"].median, rel=0.3)
+    assert 0 < time_host({"mm": call}, queued=10, rounds=3)["mm"].median < 1000

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from evenshare.attention import AttentionPlan, attention, plan_attention
 from tests.attention.helpers import Batch, Place, assert_matches, int32, move, random_batch, to_pages
 
-# Elements before and after each row of a tensor that is a view of a wider one.
+# Elements before and after each row of a tensor that is a view of a wider one. "strided": heads are apart as well; "odd": most rows
+# begin at no multiple of 16 bytes; "shifted": all begin 2 or 4 bytes after one.
 MARGINS = {"packed": (0, 0), "strided": (8, 8), "odd": (1, 2), "shifted": (1, 7)}
 PADDING = 3  # rows behind the batch's last one
 POLICIES = ("data_parallel", "fixed_split", "stream_k", "level_fill", "cost_sorted", "batch_invariant")
@@ -35,7 +36,7 @@ class Case:
     logits_soft_cap: float | None = None
     sm_scale: float | None = None
     base: float | None = math.e  # of the lse; None: without lse
-    layout: str = "packed"  # "strided": heads apart; "odd": no row begins at 16 bytes; "shifted": all begin 2 bytes after them
+    layout: str = "packed"  # or another of MARGINS
     policy: str | None = None
     planner: str = "host"
 
@@ -58,7 +59,7 @@ def embed(x: torch.Tensor, layout: str, padding: int = 0) -> torch.Tensor:
 
 
 class Outputs:
-    """`out` and `lse` with `padding` rows more than the batch has; all that the kernel must not write is NaN, and all the rest too."""
+    """`out` and `lse`, `padding` rows longer than the batch, as views of larger tensors. All is NaN, and stays so around the batch."""
 
     def __init__(self, case: Case, batch: Batch, padding: int = PADDING) -> None:
         num_rows, heads = batch.q.shape[:2]
@@ -71,7 +72,7 @@ class Outputs:
         self.num_rows, self.padding, self.with_lse = num_rows, padding, case.base is not None
 
     def arguments(self, num_requests: int | None = None) -> dict[str, torch.Tensor]:
-        """For `num_requests` of dense rows, or ragged."""
+        """Of a dense call for `num_requests`, or of a ragged one."""
         tensors = {"out": self.out} | ({"lse": self.lse} if self.with_lse else {})
         if num_requests is None:
             return tensors
@@ -159,7 +160,7 @@ def _check_runs(case: Case, batch: Batch, runs: list[Outputs]) -> None:
 
 
 def random_case(seed: int, place: Place) -> Case:
-    """Decode, append, prefill or all in one batch, with everything else drawn as well; short where the interpreter runs it."""
+    """Decode, append, prefill or all in one batch, and everything else drawn as well; short where the interpreter runs it."""
     rng = random.Random(seed)
     small = place.device.type == "cpu"
     longest_q, longest_kv = (20, 50) if small else (400, 900)

@@ -238,10 +238,10 @@ def decode_specs() -> Iterator[Spec]:
         ("bf16", 128, 128, 16, 128, 3, 64, {"PAGE_SIZE": 64, "HAS_WINDOW": True, "HAS_LSE": False}),
         ("bf16", 128, 128, 8, 64, 6, 0, {"PAGE_SIZE": 1}),
         ("bf16", 128, 128, 32, 128, 3, 128, {"PAGE_SIZE": 0, "DENSE": True, "CAUSAL": False}),
-        ("fp16", 64, 64, 64, 128, 5, 128, {"PAGE_SIZE": 256, "HAS_SOFT_CAP": True}),
+        ("fp16", 64, 64, 32, 128, 6, 128, {"PAGE_SIZE": 256, "HAS_SOFT_CAP": True}),
         ("fp16", 72, 72, 8, 64, 6, 0, {"PAGE_SIZE": 24, "GROUP": 7, "HAS_SOFT_CAP": True}),
         ("bf16", 256, 256, 8, 64, 3, 16, {}),
-        ("bf16", 256, 256, 64, 64, 2, 0, {"PAGE_SIZE": 1}),
+        ("bf16", 256, 256, 16, 64, 3, 0, {"PAGE_SIZE": 1, "HAS_WINDOW": True}),
         ("bf16", 192, 128, 16, 64, 3, 16, {"CAUSAL": False}),
     ]
     for dtype, dim, dim_v, block_m, block_n, stages, box, changed in cases:
@@ -338,4 +338,12 @@ def small_specs() -> Iterator[Spec]:
 
 
 def all_specs() -> list[Spec]:
-    return [*gemm_specs(), *w4a16_specs(), *attention_specs(), *hopper_specs(), *decode_specs(), *merge_specs(), *small_specs()]
+    return [
+        *gemm_specs(),
+        *w4a16_specs(),
+        *attention_specs(),
+        *hopper_specs(),
+        *decode_specs(),
+        *merge_specs(),
+        *small_specs(),
+    ]

@@ -17,7 +17,8 @@ workers = st.integers(1, 10)
 @st.composite
 def spaces(draw: st.DrawFn, max_overhead: int = 3) -> RaggedSpace:
     iterations = torch.tensor(draw(lengths), dtype=torch.int32)
-    return RaggedSpace(iterations, draw(st.integers(1, 3)), draw(st.integers(0, max_overhead)))
+    inner, overhead = draw(st.integers(1, 3)), draw(st.integers(0, max_overhead))
+    return RaggedSpace(iterations, inner, overhead, cut_cost=draw(st.sampled_from((0, 0, 2, 20))))
 
 
 def segments_of(plan: Plan) -> list[list[list[int]]]:

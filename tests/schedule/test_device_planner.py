@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -47,6 +48,18 @@ def test_same_as_host(device: torch.device, policy: str, case: tuple[list[int], 
         assert_same(host, planner.plan(values.to(device)))
 
 
+@pytest.mark.parametrize("cut_cost", [0, 1, 3, 50])
+def test_level_fill_weighs_cuts_as_on_the_host(device: torch.device, cut_cost: int) -> None:
+    for rows, inner, overhead, num_workers in CASES:
+        iterations = torch.tensor(rows, dtype=torch.int32)
+        planner = DevicePlanner(
+            RaggedSpace(iterations.to(device), inner, overhead, cut_cost), "level_fill", num_workers
+        )
+        for values in (iterations, iterations.flip(0)):
+            host = make_plan(RaggedSpace(values, inner, overhead, cut_cost), "level_fill", num_workers)
+            assert_same(host, planner.plan(values.to(device)))
+
+
 @pytest.mark.parametrize("policy", DEVICE_POLICIES)
 def test_rows_past_the_number_on_the_device_are_not_read(device: torch.device, policy: str) -> None:
     iterations = torch.tensor([3, 9, 0, 4] + [-7] * 20, dtype=torch.int32)
@@ -69,7 +82,7 @@ def test_random_spaces_are_the_host_s(
 ) -> None:
     policy = Policy(name, num_splits=parameter, split_iterations=parameter)
     limit = 12 * 3 * 60
-    there = RaggedSpace(space.iterations.to(device), space.inner, space.overhead)
+    there = replace(space, iterations=space.iterations.to(device))
     planner = DevicePlanner(there, policy, num_workers, max_iterations=limit)
     assert_same(make_plan(space, policy, num_workers, max_iterations=limit), planner.plan(there.iterations))
 

@@ -36,6 +36,21 @@ def test_each_iteration_once(policy: str, space: RaggedSpace, num_workers: int, 
 
 
 @quick
+@given(space=spaces(), num_workers=workers)
+def test_level_fill_cuts_only_where_that_pays(space: RaggedSpace, num_workers: int) -> None:
+    whole = make_plan(space, "data_parallel", num_workers)
+    costs = [sum(s[END] - s[BEGIN] + space.overhead for s in segments) for segments in segments_of(whole)]
+    plan = make_plan(space, "level_fill", num_workers)
+    if max(costs) - space.cut_cost <= sum(costs) / num_workers:
+        assert segments_of(plan) == segments_of(whole)
+    elif sum(costs) >= num_workers:  # enough for everybody
+        shares = [
+            sum(s[END] - s[BEGIN] + space.overhead * (s[BEGIN] == 0) for s in segments)
+            for segments in segments_of(plan)
+        ]
+        assert max(shares) <= sum(costs) / num_workers + space.overhead + 1
+
+
 @given(space=spaces(max_overhead=0), num_workers=workers)
 def test_even_shares_differ_by_one(space: RaggedSpace, num_workers: int) -> None:
     shares = shares_of(make_plan(space, "stream_k", num_workers))
@@ -176,7 +191,7 @@ def test_errors_name_the_argument() -> None:
         make_plan(RaggedSpace(torch.tensor([3, -1], dtype=torch.int32)), "stream_k", 4)
     with pytest.raises(ValueError, match=r"iterations: got torch.int64"):
         RaggedSpace(torch.tensor([3]))
-    with pytest.raises(ValueError, match="inner, overhead: got 0 and 0"):
+    with pytest.raises(ValueError, match="inner, overhead, cut_cost: got 0, 0 and 0"):
         RaggedSpace(torch.tensor([3], dtype=torch.int32), inner=0)
     with pytest.raises(ValueError, match="space: got 12 segments, want at most the capacity of 6"):
         make_plan(space, "batch_invariant", 4, split_iterations=1, max_iterations=3)

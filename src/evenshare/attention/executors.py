@@ -22,9 +22,8 @@ from evenshare.device.target import Target
 from evenshare.device.workspace import Workspace, new_workspace
 from evenshare.schedule import DevicePlanner, Plan, RaggedSpace, make_plan
 
-# Cost of a tile's prologue and epilogue (q load, state, output), in iterations of one key block.
-TILE_OVERHEAD = 1
 LN2 = math.log(2.0)
+DEFAULT_POLICY = "level_fill"
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 
 
@@ -105,7 +104,7 @@ class TritonExecutor:
         device = target.device
         mean_qo_len = capacity.max_q_rows / max(capacity.max_batch, 1)
         self.tile = choose_tile(problem, mean_qo_len, target.capability, target.interpreted)
-        self.policy = self.tile.policy if policy is None else policy
+        self.policy = DEFAULT_POLICY if policy is None else policy
         max_tiles = max_row_tiles(problem, self.tile, capacity.max_batch, capacity.max_q_rows)
         self.num_workers = target.num_sms * self.tile.workers_per_sm
         self.tiles = torch.zeros(max_tiles, TILE_COLUMNS, dtype=torch.int32, device=device)
@@ -115,7 +114,7 @@ class TritonExecutor:
         max_tile_blocks = max(-(-capacity.max_kv_len // self.tile.block_n), 1)
         self.heads_per_row = self.tile.heads_per_row(problem)
         self.max_iterations = max_tiles * self.heads_per_row * max_tile_blocks
-        space = RaggedSpace(self.iterations, inner=self.heads_per_row, overhead=TILE_OVERHEAD)
+        space = self._space(self.iterations)
         if planner == "device":
             self.device_planner = DevicePlanner(
                 space, self.policy, self.num_workers, max_iterations=self.max_iterations
@@ -123,6 +122,9 @@ class TritonExecutor:
         self.schedule: Plan | None = None  # made by the first plan, overwritten by the next ones
         self.workspace: Workspace | None = None
         self.forward: launch.ForwardLauncher | None = None
+
+    def _space(self, iterations: torch.Tensor) -> RaggedSpace:
+        return RaggedSpace(iterations, self.heads_per_row, self.tile.overhead, self.tile.cut_cost)
 
     @property
     def status_words(self) -> list[torch.Tensor]:
@@ -132,9 +134,12 @@ class TritonExecutor:
         problem, device = self.problem, self.target.device
         if self.planner == "host":
             tiles, iterations = tile_table(problem, self.tile, batch, self.tiles.shape[0])
-            space = RaggedSpace(iterations, inner=self.heads_per_row, overhead=TILE_OVERHEAD)
             schedule = make_plan(
-                space, self.policy, self.num_workers, max_iterations=self.max_iterations, out=self.schedule
+                self._space(iterations),
+                self.policy,
+                self.num_workers,
+                max_iterations=self.max_iterations,
+                out=self.schedule,
             )
             self.schedule = schedule if self.schedule is not None else schedule.to(device)
             self.tiles.copy_(tiles, non_blocking=True)

@@ -11,7 +11,7 @@ from evenshare.attention.kernels import forward as forward_kernels
 from evenshare.attention.kernels import tile_table as tile_table_kernels
 from evenshare.attention.metadata import Batch
 from evenshare.attention.problem import Problem
-from evenshare.attention.tiles import BOX_DIMS, TileConfig, next_power_of_2, padded_dim, portable_twin
+from evenshare.attention.tiles import BOX_DIMS, TileConfig, box_rows, next_power_of_2, padded_dim, portable_twin
 from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.workspace import Workspace
 from evenshare.schedule.plan import Plan
@@ -20,7 +20,6 @@ FORMS = {"ragged": 0, "paged": 1, "block_table": 2, "dense": 3}
 REQUEST_BLOCKS = (128, 1024)  # requests that a step of the prefix sum takes: at least, at most
 TILE_BLOCK = 128
 PIECE_BYTES = 16  # of one cp.async, and what TMA wants strides to be multiples of
-MIN_BOX_ROWS = 16
 INTERPRETER_BLOCK = 16  # the interpreter's time grows with the block
 
 
@@ -161,7 +160,7 @@ class ForwardLauncher:
         from evenshare.attention.kernels import hopper_decode, hopper_prefill
 
         problem, tile = self.problem, self.tile
-        box = box_rows(problem, tile)
+        box = box_rows(problem, tile.block_n)
         boxes = {1: _box(k, box), 2: _box(v, box)} if box and k.numel() and v.numel() else {}
         constants = self._constants(tile, q, lse)
         constants |= {"GATHER": not boxes, "BOX": box, "STAGES": tile.num_stages, "num_warps": tile.num_warps}
@@ -229,15 +228,6 @@ class ForwardLauncher:
             *_strides(out, dense),
             *(_strides(lse, dense) if lse is not None else (0, 0, 0)),
         )
-
-
-def box_rows(problem: Problem, tile: TileConfig) -> int:
-    """Keys of one TMA box: those of a page, or of a block if that is less. 0: no box fits, the kernel gathers key by key."""
-    page = problem.page_size
-    if page == 0:
-        return tile.block_n
-    fits = page >= MIN_BOX_ROWS and page == next_power_of_2(page)
-    return min(page, tile.block_n) if fits else 0
 
 
 def _box(t: torch.Tensor, rows: int) -> Box:

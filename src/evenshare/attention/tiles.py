@@ -16,6 +16,7 @@ TILE_COLUMNS = 8
 BOX_DIMS = 64  # of a TMA box: 128 bytes, the widest swizzle
 SHARED_BYTES = (227 << 10) - 2048  # of a SM on Hopper, less barriers and alignment
 MAX_STAGES = 12
+MIN_BOX_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,8 @@ class TileConfig:
     kernel: str = "forward"  # a file of kernels/
     q_buffers: int = 1  # hopper_prefill: 2 if the next tile's q has a buffer of its own
     head_major: bool = False  # a request's tiles head by head; otherwise the heads of a row tile are neighbours
-
-    @property
-    def policy(self) -> str:
-        """How work is dealt unless the caller says otherwise: decode shares nothing, so its whole space is cut evenly; tall tiles
-        share keys through L2 and their partials are large, so they are dealt whole, and only what is left at the end is cut."""
-        return "level_fill" if self.kernel == "hopper_prefill" else "stream_k"
+    overhead: int = 1  # a tile's prologue and epilogue, in iterations
+    cut_cost: int = 2  # a partial written, read and merged, in iterations
 
     def heads_per_row(self, problem: Problem) -> int:
         """KV heads that one row of the tile table stands for."""
@@ -71,13 +68,31 @@ def _prefill_tile(problem: Problem) -> TileConfig:
 
 
 def _decode_tile(problem: Problem, rows: float) -> TileConfig:
-    """As few rows as wgmma takes, and all of shared memory for keys: q twice, probabilities, and a ring of K and V blocks."""
-    block_m = next(size for size in (8, 16, 32, 64) if rows <= size)
-    block_n = 64
+    """As few rows as wgmma takes, and all of shared memory for keys: q twice, probabilities, and a ring of K and V blocks.
+
+    Of key blocks those of 128 cost the consumer less, but gathering, and what does not fit three times, wants 64. The next tile's
+    keys are fetched meanwhile, so a tile costs no more than its iterations. A worker alone reads at more than twice an even share
+    of the bandwidth, so idle workers cost little: 5 us are worth no cut (H200).
+    """
+    block_m = next(size for size in (8, 16, 32) if rows <= size)
     block_d, block_dv = padded_dim(problem.head_dim), padded_dim(problem.head_dim_v)
-    left = SHARED_BYTES - 2 * block_m * (2 * block_d + block_n)
-    num_stages = left // (2 * block_n * (block_d + block_dv))
-    return TileConfig(block_m, block_n, 4, min(num_stages, MAX_STAGES), 1, "hopper_decode")
+
+    def num_stages(block_n: int) -> int:
+        left = SHARED_BYTES - 2 * block_m * (2 * block_d + block_n)
+        return min(left // (2 * block_n * (block_d + block_dv)), MAX_STAGES)
+
+    block_n = 128 if box_rows(problem, 128) > 0 and num_stages(128) >= 3 else 64
+    cut_cost = 3 * 128 // block_n
+    return TileConfig(block_m, block_n, 4, num_stages(block_n), 1, "hopper_decode", overhead=0, cut_cost=cut_cost)
+
+
+def box_rows(problem: Problem, block_n: int) -> int:
+    """Keys of one TMA box: those of a page, or of a block if that is less. 0: no box fits, the kernel gathers key by key."""
+    page = problem.page_size
+    if page == 0:
+        return block_n
+    fits = page >= MIN_BOX_ROWS and page == next_power_of_2(page)
+    return min(page, block_n) if fits else 0
 
 
 def padded_dim(dim: int, smallest: int = BOX_DIMS) -> int:
@@ -94,10 +109,14 @@ def choose_tile(
     Many rows are bound by the tensor cores, which want 64 rows or more a warp group.
     """
     if interpreted:
-        return TileConfig(16, 16, 4, 1, 1)  # small, so that short inputs have several iterations, row tiles and splits
+        return TileConfig(
+            16, 16, 4, 1, 1, cut_cost=0
+        )  # small, so that short inputs have several iterations, row tiles and splits
     rows = mean_qo_len * problem.group_size
     if runs_on_hopper(problem, capability):
-        return _decode_tile(problem, rows) if rows <= 64 else _prefill_tile(problem)
+        # Sums and output of more rows than these do not fit the registers of the decode kernel's four warps.
+        few = 16 if max(problem.head_dim, problem.head_dim_v) > 128 else 32
+        return _decode_tile(problem, rows) if rows <= few else _prefill_tile(problem)
     wide = max(problem.head_dim, problem.head_dim_v) > 128
     if problem.dtype == torch.float32:
         # FMA units take their operands from registers: larger tiles spill (ptxas, sm_80 and sm_90).

@@ -26,7 +26,7 @@ class DevicePlanner:
     """Plans spaces of one shape on their device, again and again, into the same arrays."""
 
     def __init__(self, space: RaggedSpace, policy: str | Policy, num_workers: int, *, max_iterations: int = 0) -> None:
-        """space: fixes the device, the number of rows, inner and overhead; its iterations are not read here.
+        """space: fixes the device, the number of rows, inner, overhead and cut_cost; its iterations are not read here.
 
         max_iterations: over all tiles; a capacity that only batch_invariant needs.
         Raises ValueError for a policy that is no prefix sum (cost_sorted).
@@ -40,6 +40,7 @@ class DevicePlanner:
             raise ValueError(f"num_workers: got {num_workers}, want 1 or more")
         device = space.iterations.device
         self.inner, self.overhead, self.num_rows = space.inner, space.overhead, space.iterations.shape[0]
+        self.cut_cost = space.cut_cost
         capacity = capacity_of(self.policy, space.num_tiles, num_workers, max_iterations)
 
         def ints(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -52,7 +53,7 @@ class DevicePlanner:
         self._sums = [ints(rows, torch.int64), ints(rows), ints(rows)]
         rows, tiles = (self.num_rows, space.num_tiles) if self._level else (0, 0)
         self._measured = [
-            ints(3, torch.int64),
+            ints(3 + num_workers, torch.int64),
             ints(rows, torch.int64),
             ints(rows),
             ints(tiles, torch.int64),
@@ -115,7 +116,7 @@ class DevicePlanner:
                 *rows, plan.status, *sizes, BLOCK=row_block, WAVE_BLOCK=self._wave_block, num_warps=MEASURE_WARPS
             )
         shares.plan_shares[(plan.num_workers,)](
-            *rows, plan.worker_indptr, plan.segments, plan.status, *sizes, plan.max_segments,
+            *rows, plan.worker_indptr, plan.segments, plan.status, *sizes, plan.max_segments, self.cut_cost,
             LEVEL=self._level, BLOCK=row_block, WORKER_BLOCK=self._worker_block, FILL_BLOCK=self._fill_block,
             num_warps=PLAN_WARPS,
         )  # fmt: skip

@@ -47,7 +47,7 @@ def make_plan(
     if policy.name == "cost_sorted" and policy.max_chunk == 0:
         policy = replace(policy, max_chunk=max(-(-total // num_workers), 1))
     if policy.name in ("stream_k", "level_fill"):
-        segments = _shares(lengths, space.overhead, num_workers, level=policy.name == "level_fill")
+        segments = _shares(lengths, space, num_workers, level=policy.name == "level_fill")
     elif policy.name == "cost_sorted":
         segments = _cost_sorted(lengths, space.overhead, num_workers, policy.max_chunk)
     else:
@@ -122,17 +122,23 @@ def _dealt_parts(lengths: torch.Tensor, policy: Policy, num_workers: int) -> Seg
     return tile, begin, end, index % num_workers, index
 
 
-def _shares(lengths: torch.Tensor, overhead: int, num_workers: int, level: bool) -> Segments:
+def _shares(lengths: torch.Tensor, space: RaggedSpace, num_workers: int, level: bool) -> Segments:
     """Whole tiles in waves (none unless `level`), then the rest in shares that bring every worker to the same cost.
+
+    With `level`, if no worker is more than cut_cost above that cost when all tiles are dealt in waves, all of them are.
 
     In cost space tile t begins with `overhead` units of constant cost and goes on with its iterations. A boundary inside the
     constant part moves to the tile's begin: nobody pays a prologue for nothing.
     """
     tiles = torch.nonzero(lengths).flatten()
     n = lengths[tiles]
+    overhead = space.overhead
     cost = n + overhead
     cost_begin = torch.cumsum(cost, 0) - cost
     total = int(cost.sum())
+    if level and tiles.numel() and num_workers * (_largest_load(cost, num_workers) - space.cut_cost) <= total:
+        index = torch.arange(tiles.numel())
+        return tiles, torch.zeros_like(n), n, index % num_workers, index
     waves, load = _whole_waves(cost, num_workers) if level else (0, torch.zeros(num_workers, dtype=torch.int64))
     num_whole = waves * num_workers
     # Worker w ends where the workers up to it have w * total / P of the whole cost, their whole tiles counted.
@@ -159,6 +165,12 @@ def _shares(lengths: torch.Tensor, overhead: int, num_workers: int, level: bool)
     begin = torch.cat([torch.zeros_like(whole), low - position[at]])
     end = torch.cat([n[whole], high - position[at]])
     return tile, begin, end, torch.cat([whole % num_workers, worker]), torch.arange(tile.numel())
+
+
+def _largest_load(cost: torch.Tensor, num_workers: int) -> int:
+    """Of whole tiles dealt in waves."""
+    padded = torch.nn.functional.pad(cost, (0, -cost.numel() % num_workers))
+    return int(padded.reshape(-1, num_workers).sum(0).max())
 
 
 def _whole_waves(cost: torch.Tensor, num_workers: int) -> tuple[int, torch.Tensor]:

@@ -14,7 +14,8 @@ class Policy:
     """How a space is dealt.
 
     data_parallel: whole tiles in waves. fixed_split: each tile in `num_splits` nearly equal parts (fewer if it is shorter).
-    stream_k: the whole space in even shares. level_fill: whole tiles in waves, then a tail cut so that workers finish level.
+    stream_k: the whole space in even shares. level_fill: whole tiles in waves, then a tail cut so that workers finish level; all
+    tiles are whole where that costs no more than the cuts (`RaggedSpace.cut_cost`).
     cost_sorted: chunks of at most `max_chunk` iterations (0: an even share), long ones first, to the least loaded worker.
     batch_invariant: cuts at multiples of `split_iterations` from each tile's begin, so that no tile's cuts depend on another.
     """

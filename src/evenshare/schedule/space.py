@@ -15,20 +15,24 @@ class RaggedSpace:
     tiles is the order of the space. A tile of n > 0 iterations costs n + overhead, the constant being its prologue and epilogue.
     A tile of 0 iterations costs nothing and gets no segment: whoever needs its output written passes at least 1. Rows past the
     last real one have 0 iterations.
+    cut_cost: what a cut costs the workers of its tile besides, in iterations: a partial written, read and merged. Level fill weighs
+    it against the time that whole tiles leave workers idle.
     """
 
     iterations: torch.Tensor  # int32 [num_rows], any device
     inner: int = 1
     overhead: int = 0
+    cut_cost: int = 0
 
     def __post_init__(self) -> None:
         if self.iterations.dtype != torch.int32 or self.iterations.dim() != 1:
             raise ValueError(
                 f"iterations: got {self.iterations.dtype} {tuple(self.iterations.shape)}, want int32 [num_rows]"
             )
-        if self.inner < 1 or self.overhead < 0:
+        if self.inner < 1 or self.overhead < 0 or self.cut_cost < 0:
             raise ValueError(
-                f"inner, overhead: got {self.inner} and {self.overhead}, want inner >= 1 and overhead >= 0"
+                f"inner, overhead, cut_cost: got {self.inner}, {self.overhead} and {self.cut_cost}, "
+                "want inner >= 1, overhead >= 0 and cut_cost >= 0"
             )
 
     @property

@@ -42,10 +42,12 @@ WINDOW = gl.constexpr(32)  # page ids that the producer's warp holds, one a lane
 
 
 @gluon.jit
-def _load_window(kv_indices_ptr, kv_start, page, page_end, layout: gl.constexpr):
-    """32 page ids of a request from `page` on; those from page_end on are 0, a page that exists if any is read."""
+def _load_window(kv_indices_ptr, kv_start, page, page_end, num_pages, layout: gl.constexpr):
+    """32 page ids of a request from `page` on -> (ids, which are bad). From page_end on they are -1: of a box outside the tensor TMA
+    makes zeros, without a read."""
     index = page + gl.arange(0, WINDOW, layout=layout)
-    return gl.load(kv_indices_ptr + kv_start + index, mask=index < page_end, other=0)
+    ids = gl.load(kv_indices_ptr + kv_start + index, mask=index < page_end, other=-1)
+    return ids, ((index < page_end) & ((ids < 0) | (ids >= num_pages))).to(gl.int32)
 
 
 @gluon.jit
@@ -73,9 +75,9 @@ def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr
         if PAGE_SIZE > 0:
             base = key // PAGE_SIZE
             page_end = (gl.minimum(readable, end * BLOCK_N) + PAGE_SIZE - 1) // PAGE_SIZE
-            ids = _load_window(kv_indices_ptr, kv_start, base, page_end, layout)
-            next_ids = _load_window(kv_indices_ptr, kv_start, base + WINDOW, page_end, layout)
-            bad = ((ids < 0) | (ids >= num_pages)).to(gl.int32) | (readable < kv_len).to(gl.int32)
+            ids, bad = _load_window(kv_indices_ptr, kv_start, base, page_end, num_pages, layout)
+            next_ids, next_bad = _load_window(kv_indices_ptr, kv_start, base + WINDOW, page_end, num_pages, layout)
+            bad |= (readable < kv_len).to(gl.int32)
         for i in range(num_blocks):
             pages = ()
             for b in gl.static_range(BLOCK_N // BOX):
@@ -127,8 +129,10 @@ def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr
                 if key // PAGE_SIZE - base >= WINDOW:
                     base += WINDOW
                     ids = next_ids
-                    bad |= ((ids < 0) | (ids >= num_pages)).to(gl.int32)
-                    next_ids = _load_window(kv_indices_ptr, kv_start, base + WINDOW, page_end, layout)
+                    bad |= next_bad
+                    next_ids, next_bad = _load_window(
+                        kv_indices_ptr, kv_start, base + WINDOW, page_end, num_pages, layout
+                    )
 
 
 @gluon.jit
@@ -311,24 +315,38 @@ def _merge(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, rows, dims, BL
            output: gl.constexpr):  # fmt: skip
     """Combine the partials of a tile in tile order -> (acc [dims, rows], lse2 [rows]); +inf marks a bad page, NaN stays NaN."""
     by_row: gl.constexpr = gl.SliceLayout(0, output)
+    SLOTS: gl.constexpr = max(64 // BLOCK_M, 1)  # whose loads are under way together
     peak = gl.full([BLOCK_M], NEG_INF, gl.float32, by_row)
-    for s in range(num_slots):
-        peak = gl.maximum(peak, gl.load(partial_lse_ptr + (slot_begin + s).to(gl.int64) * BLOCK_M + rows))
-    usable = (peak > NEG_INF) & (peak < POS_INF)
-    base = gl.where(usable, peak, 0.0)
     total = gl.full([BLOCK_M], 0.0, gl.float32, by_row)
     acc = gl.zeros([BLOCK_DV, BLOCK_M], gl.float32, output)
-    for s in range(num_slots):
-        slot_rows = (slot_begin + s).to(gl.int64) * BLOCK_M + rows
-        weight = gl.where(usable, gl.exp2(gl.load(partial_lse_ptr + slot_rows) - base), 0.0)
-        o = gl.load(partial_o_ptr + slot_rows.expand_dims(0) * BLOCK_DV + dims.expand_dims(1))
-        acc += o * weight.expand_dims(0)
-        total += weight
+    offsets = rows.to(gl.int64).expand_dims(0) * BLOCK_DV + dims.expand_dims(1)
+    for begin in range(0, num_slots, SLOTS):
+        lses = ()
+        values = ()
+        new_peak = peak
+        for i in gl.static_range(SLOTS):
+            there = begin + i < num_slots
+            slot = (slot_begin + begin + i).to(gl.int64)
+            lse = gl.load(partial_lse_ptr + slot * BLOCK_M + rows, mask=there, other=NEG_INF)
+            value = gl.load(partial_o_ptr + slot * (BLOCK_M * BLOCK_DV) + offsets, mask=there, other=0.0)
+            lses = lses + (lse,)
+            values = values + (value,)
+            new_peak = gl.maximum(new_peak, lse)
+        base = gl.where((new_peak > NEG_INF) & (new_peak < POS_INF), new_peak, 0.0)
+        factor = gl.exp2(peak - base)
+        acc = acc * factor.expand_dims(0)
+        total = total * factor
+        for i in gl.static_range(SLOTS):
+            weight = gl.exp2(lses[i] - base)
+            acc += values[i] * weight.expand_dims(0)
+            total += weight
+        peak = new_peak
+    usable = (peak > NEG_INF) & (peak < POS_INF)
     safe = gl.where(total > 0.0, total, 1.0)
     empty = gl.where((peak == NEG_INF) | (peak == POS_INF), NEG_INF, peak)
-    lse2 = gl.where(usable, base + gl.log2(safe), empty)
-    acc = gl.where((peak != peak).expand_dims(0), peak.expand_dims(0), acc / safe.expand_dims(0))
-    return acc, lse2
+    lse2 = gl.where(usable, peak + gl.log2(safe), empty)
+    acc = gl.where(usable.expand_dims(0), acc / safe.expand_dims(0), 0.0)
+    return gl.where((peak != peak).expand_dims(0), peak.expand_dims(0), acc), lse2
 
 
 @gluon.jit
@@ -471,9 +489,11 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
             acc = gl.where(is_bad, 0.0, acc)
             lse2 = gl.where(is_bad, gl.where(finished, NEG_INF, POS_INF), lse2)
         if num_slots > 1:
-            slot_rows = slot.to(gl.int64) * BLOCK_M + rows
-            gl.store(partial_o_ptr + slot_rows.expand_dims(0) * BLOCK_DV + dims.expand_dims(1), acc)
-            gl.store(partial_lse_ptr + slot_rows, lse2)
+            own = slot.to(gl.int64)
+            gl.store(
+                partial_o_ptr + own * (BLOCK_M * BLOCK_DV) + (rows.expand_dims(0) * BLOCK_DV + dims.expand_dims(1)), acc
+            )
+            gl.store(partial_lse_ptr + own * BLOCK_M + rows, lse2)
             counter_ptr = counters_ptr + counter
             barrier()
             finished = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_slots - 1
@@ -553,5 +573,5 @@ def decode(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, seg
                         HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, GATHER, BLOCK_N, BLOCK_D, BLOCK_DV, BOX, STAGES)),
         ],
         [PRODUCER_WARPS],
-        [120],
+        [232],
     )  # fmt: skip

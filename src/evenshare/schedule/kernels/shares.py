@@ -114,7 +114,8 @@ def measure_waves(iterations_ptr, num_rows_ptr, totals_ptr, ends_ptr, numbers_pt
                   max_rows, inner, overhead, num_workers, BLOCK: tl.constexpr, WAVE_BLOCK: tl.constexpr):  # fmt: skip
     """Level fill: loads[rank] = cost of that whole tile and of the worker's ones before it; waves[w] = how many may be whole.
 
-    totals = (cost of all tiles, ranks, whether no row is empty before one that is not). ends, numbers: prefix sums over rows, of
+    totals = (cost of all tiles, ranks, whether no row is empty before one that is not), then each worker's cost if all its tiles were
+    whole. ends, numbers: prefix sums over rows, of
     cost and of rows that are not empty, a block to a program."""
     w = tl.program_id(0)
     num_rows = tl.minimum(tl.load(num_rows_ptr), max_rows)
@@ -132,25 +133,28 @@ def measure_waves(iterations_ptr, num_rows_ptr, totals_ptr, ends_ptr, numbers_pt
         row = start + tl.arange(0, BLOCK)
         tl.store(ends_ptr + row, ends, mask=row < num_rows)
         tl.store(numbers_ptr + row, number, mask=row < num_rows)
-    num_waves = rows * inner // num_workers
+    num_ranks = rows * inner
+    num_waves = num_ranks // num_workers
+    own_waves = (num_ranks - w + num_workers - 1) // num_workers
     load = tl.zeros([], tl.int64)
     fit = tl.zeros([], tl.int32)
-    for start in range(0, num_waves, WAVE_BLOCK):
+    for start in range(0, own_waves, WAVE_BLOCK):
         wave = start + tl.arange(0, WAVE_BLOCK)
-        mask = wave < num_waves
+        mask = wave < own_waves
         rank = tl.where(mask, wave * num_workers + w, 0)
         row = _find_rows(iterations_ptr, num_rows, rank // inner, dense, BLOCK)
         cost = tl.where(mask, tl.load(iterations_ptr + row, mask=mask, other=0).to(tl.int64) + overhead, 0)
         loads = load + tl.cumsum(cost, 0)
         tl.store(loads_ptr + rank, loads, mask=mask)
-        fit += tl.sum((mask & (num_workers * (loads + largest) <= total)).to(tl.int32), 0)
+        fit += tl.sum(((wave < num_waves) & (num_workers * (loads + largest) <= total)).to(tl.int32), 0)
         load += tl.sum(cost, 0)
     tl.store(waves_ptr + w, fit)
+    tl.store(totals_ptr + 3 + w, load)
 
 
-@triton.jit(do_not_specialize=["max_rows", "inner", "overhead", "num_workers", "max_segments"])
+@triton.jit(do_not_specialize=["max_rows", "inner", "overhead", "num_workers", "max_segments", "cut_cost"])
 def plan_shares(iterations_ptr, num_rows_ptr, totals_ptr, ends_ptr, numbers_ptr, loads_ptr, waves_ptr,
-                worker_indptr_ptr, segments_ptr, status_ptr, max_rows, inner, overhead, num_workers, max_segments,
+                worker_indptr_ptr, segments_ptr, status_ptr, max_rows, inner, overhead, num_workers, max_segments, cut_cost,
                 LEVEL: tl.constexpr, BLOCK: tl.constexpr, WORKER_BLOCK: tl.constexpr, FILL_BLOCK: tl.constexpr):  # fmt: skip
     """Worker w = program w: whole tiles of the waves (LEVEL; else there are none), then its share of the tail."""
     w = tl.program_id(0)
@@ -202,6 +206,13 @@ def plan_shares(iterations_ptr, num_rows_ptr, totals_ptr, ends_ptr, numbers_ptr,
     segment_begin = waves * (w - num_workers) + (first_rank + (cuts_until & LOW)).to(tl.int32)
     ends_in_cut = (((upper & LOW) > 0) & (upper != lower)).to(tl.int32)
     count = waves + (last_rank - first_rank).to(tl.int32) + ends_in_cut
+    if LEVEL:
+        whole_loads = tl.load(totals_ptr + 3 + index, mask=is_worker, other=0)
+        if num_workers * (tl.max(whole_loads, 0) - cut_cost) <= total:
+            num_segments = num_ranks.to(tl.int32)
+            segment_begin = w * (num_segments // num_workers) + tl.minimum(w, num_segments % num_workers)
+            count = (num_segments - w + num_workers - 1) // num_workers
+            waves = count
     if w == 0:
         tl.store(worker_indptr_ptr, 0)
     tl.store(worker_indptr_ptr + 1 + w, segment_begin + count)

@@ -47,6 +47,11 @@ class Case:
         return options if self.sm_scale is None else options | {"sm_scale": self.sm_scale}
 
 
+# Prefill, append, decode, no query, no key, more queries than keys; ends inside tiles of 128 rows and blocks of 64 and 128 keys.
+PREFILL = Case((1, 300, 0, 130, 70, 200), (500, 300, 40, 700, 0, 129))
+DECODE = Case((1, 2, 0, 1, 1, 8), (700, 300, 40, 0, 1500, 3))
+
+
 def embed(x: torch.Tensor, layout: str, padding: int = 0) -> torch.Tensor:
     """x and `padding` rows of NaN behind it, as a view of a larger tensor that is NaN all around."""
     before, after = MARGINS[layout]
@@ -59,7 +64,7 @@ def embed(x: torch.Tensor, layout: str, padding: int = 0) -> torch.Tensor:
 
 
 class Outputs:
-    """`out` and `lse`, `padding` rows longer than the batch, as views of larger tensors. All is NaN, and stays so around the batch."""
+    """`out` and `lse`, `padding` rows longer than the batch, in larger tensors that are NaN and stay so around the batch."""
 
     def __init__(self, case: Case, batch: Batch, padding: int = PADDING) -> None:
         num_rows, heads = batch.q.shape[:2]

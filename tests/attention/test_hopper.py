@@ -1,4 +1,4 @@
-"""The Hopper kernel: every loader, mask, head dim and policy against the oracle, then graphs, streams and metadata gone wrong."""
+"""Hopper's kernels: every loader, mask, head dim and policy against the oracle, then graphs, streams and metadata gone wrong."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ import torch
 from evenshare.attention import AttentionPlan, attention
 from evenshare.schedule.plan import Status
 from evenshare.schedule.policies import DEVICE_POLICIES
-from tests.attention.cases import POLICIES, Case, Outputs, check, embed, make_batch, make_plan, poison
+from tests.attention.cases import DECODE, POLICIES, PREFILL, Case, Outputs, check, embed, make_batch, make_plan, poison
 from tests.attention.helpers import Batch, Place, assert_matches, int32, move, to_pages
 
 pytestmark = pytest.mark.gpu
 
-# Prefill, append, decode, no query, no key, more queries than keys; ends inside tiles of 128 rows and blocks of 64 and 128 keys.
-MIXED = Case((1, 300, 0, 130, 70, 200), (500, 300, 40, 700, 0, 129))
-PAGED = replace(MIXED, form="block_table")
+PAGED = replace(PREFILL, form="block_table")
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -31,44 +29,55 @@ def hopper() -> Place:
     return Place(torch.device("cuda"), "triton", (FP16, BF16))
 
 
+@pytest.fixture(params=[PREFILL, DECODE], ids=["prefill", "decode"])
+def ragged(request: pytest.FixtureRequest) -> Case:
+    """A batch for each kernel."""
+    return request.param
+
+
+@pytest.fixture
+def paged(ragged: Case) -> Case:
+    return replace(ragged, form="block_table")
+
+
 def check_hopper(place: Place, case: Case, **changes: Any) -> None:
     plan = check(replace(case, **changes), place)
     assert plan is not None
-    assert plan._executor.tile.kernel == "hopper"
+    assert plan._executor.tile.kernel.startswith("hopper")
 
 
 DIMS = [(64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128)]
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=lambda dims: "x".join(map(str, dims)))
-def test_head_dims(hopper: Place, dims: tuple[int, int]) -> None:
+def test_head_dims(hopper: Place, ragged: Case, paged: Case, dims: tuple[int, int]) -> None:
     """Keys by TMA, ragged and in pages; and gathered."""
     case = {"dim": dims[0], "dim_v": dims[1]}
-    check_hopper(hopper, MIXED, **case)
-    check_hopper(hopper, PAGED, dtype=FP16, **case)
-    check_hopper(hopper, PAGED, page_size=3, **case)
+    check_hopper(hopper, ragged, **case)
+    check_hopper(hopper, paged, dtype=FP16, **case)
+    check_hopper(hopper, paged, page_size=3, **case)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (7, 1), (16, 2), (12, 1), (71, 1)])
-def test_groups(hopper: Place, heads: tuple[int, int]) -> None:
+def test_groups(hopper: Place, ragged: Case, heads: tuple[int, int]) -> None:
     """Row tiles that begin and end inside a token."""
-    check_hopper(hopper, MIXED, heads=heads)
-    check_hopper(hopper, MIXED, heads=heads, planner="device")
+    check_hopper(hopper, ragged, heads=heads)
+    check_hopper(hopper, ragged, heads=heads, planner="device")
 
 
 @pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("page_size", [1, 3, 16, 24, 64, 256])
-def test_page_sizes(hopper: Place, page_size: int, dim: int) -> None:
+def test_page_sizes(hopper: Place, paged: Case, page_size: int, dim: int) -> None:
     """A page is less than a block of keys, a block, more, or no power of two; in either layout and form of the table."""
     for form, kv_layout in (("indptr", "NHD"), ("indptr", "HND"), ("block_table", "HND"), ("block_table", "NHD")):
-        check_hopper(hopper, PAGED, form=form, kv_layout=kv_layout, page_size=page_size, dim=dim)
+        check_hopper(hopper, paged, form=form, kv_layout=kv_layout, page_size=page_size, dim=dim)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cap", [None, 20.0])
-def test_masks(hopper: Place, causal: bool, cap: float | None) -> None:
+def test_masks(hopper: Place, ragged: Case, causal: bool, cap: float | None) -> None:
     for window_left in (-1, 0, 1, 63, 64, 127, 128, 129, 299, 2**30):
-        check_hopper(hopper, MIXED, dim=128, causal=causal, window_left=window_left, logits_soft_cap=cap)
+        check_hopper(hopper, ragged, dim=128, causal=causal, window_left=window_left, logits_soft_cap=cap)
 
 
 @pytest.mark.parametrize("page_size", [3, 64])
@@ -89,8 +98,8 @@ def test_windows_over_pages(hopper: Place, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("base", [2.0, 10.0, None])
-def test_lse(hopper: Place, base: float | None) -> None:
-    for case in (MIXED, PAGED):
+def test_lse(hopper: Place, ragged: Case, paged: Case, base: float | None) -> None:
+    for case in (ragged, paged):
         check_hopper(hopper, case, base=base)
 
 
@@ -115,17 +124,17 @@ def test_dense_heads_first(hopper: Place) -> None:
 
 @pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("layout", ["strided", "odd", "shifted"])
-def test_strides(hopper: Place, layout: str, dim: int) -> None:
+def test_strides(hopper: Place, ragged: Case, paged: Case, layout: str, dim: int) -> None:
     """Rows of whole 16-byte pieces run on the Hopper kernel; the others on the portable one, over the same tiles."""
-    check_hopper(hopper, MIXED, dim=dim, layout=layout)
-    check_hopper(hopper, PAGED, dim=dim, layout=layout, kv_layout="HND")
-    check_hopper(hopper, PAGED, dim=dim, layout=layout, page_size=3)
+    check_hopper(hopper, ragged, dim=dim, layout=layout)
+    check_hopper(hopper, paged, dim=dim, layout=layout, kv_layout="HND")
+    check_hopper(hopper, paged, dim=dim, layout=layout, page_size=3)
 
 
 @pytest.mark.parametrize("margin", [0, 1, 8])
 def test_slices_of_a_fused_projection(hopper: Place, margin: int) -> None:
     """q, k, v as slices of [tokens, q | k | v], whose rows are a multiple of 16 bytes or not."""
-    case = replace(MIXED, kv_lens=MIXED.qo_lens)
+    case = replace(PREFILL, kv_lens=PREFILL.qo_lens)
     batch = make_batch(case, hopper)
     fused = torch.cat([x.flatten(1) for x in (batch.q, batch.k, batch.v)], 1).to(case.dtype)
     fused = embed(fused.unsqueeze(1), "packed", 3).squeeze(1)
@@ -140,7 +149,7 @@ def test_slices_of_a_fused_projection(hopper: Place, margin: int) -> None:
 
 def test_heads_that_are_one(hopper: Place) -> None:
     """Keys expanded over KV heads: a stride of 0, which TMA does not take."""
-    case = replace(MIXED, heads=(8, 2))
+    case = replace(PREFILL, heads=(8, 2))
     batch = make_batch(case, hopper)
     batch = replace(batch, k=batch.k[:, :1].expand(-1, 2, -1))
     q, k, v = (x.to(case.dtype) for x in (batch.q, batch.k[:, :1], batch.v))
@@ -153,11 +162,11 @@ def test_heads_that_are_one(hopper: Place) -> None:
 @pytest.mark.parametrize(
     ("planner", "policy"), [*(("host", name) for name in POLICIES), *(("device", name) for name in DEVICE_POLICIES)]
 )
-def test_policies(hopper: Place, planner: str, policy: str) -> None:
+def test_policies(hopper: Place, paged: Case, planner: str, policy: str) -> None:
     """Whole tiles and split ones, with keys by TMA and gathered, with q in one buffer and in two."""
     for dim in (64, 256):
-        check_hopper(hopper, PAGED, policy=policy, planner=planner, dim=dim)
-        check_hopper(hopper, PAGED, policy=policy, planner=planner, dim=dim, page_size=3)
+        check_hopper(hopper, paged, policy=policy, planner=planner, dim=dim)
+        check_hopper(hopper, paged, policy=policy, planner=planner, dim=dim, page_size=3)
 
 
 @pytest.mark.parametrize("policy", ["level_fill", "data_parallel", "stream_k"])
@@ -197,7 +206,7 @@ def test_bits_do_not_change_between_runs(hopper: Place) -> None:
 
 @pytest.mark.parametrize("qo_lens", [(), (0, 0), (0, 100)])
 def test_nothing_to_do(hopper: Place, qo_lens: tuple[int, ...]) -> None:
-    for case in (MIXED, PAGED):
+    for case in (PREFILL, PAGED):
         for planner in ("host", "device"):
             check(replace(case, qo_lens=qo_lens, kv_lens=(0,) * len(qo_lens), planner=planner), hopper)
 
@@ -247,7 +256,7 @@ STEPS = [  # query tokens and keys of four requests: padded batches among them
 
 @pytest.mark.parametrize("page_size", [0, 16, 24])  # ragged; pages by TMA; pages gathered
 def test_a_graph_replays_other_lengths_and_pages(hopper: Place, page_size: int) -> None:
-    case = replace(PAGED if page_size else MIXED, planner="device", page_size=page_size)
+    case = replace(PAGED if page_size else PREFILL, planner="device", page_size=page_size)
     if page_size:
         width = 912 // page_size
         shapes: dict[str, tuple[int, ...]] = {"block_table": (4, width), "kv_lens": (4,)}
@@ -380,7 +389,7 @@ def test_pages_outside_the_cache(hopper: Place, page_size: int, policy: str) -> 
 
 def test_keys_that_the_tensors_do_not_hold(hopper: Place) -> None:
     """Ragged lengths on the device that pass the end of k and v: zeros, a status, and nothing is read there."""
-    case = replace(MIXED, qo_lens=(100, 60), kv_lens=(250, 90), planner="device")
+    case = replace(PREFILL, qo_lens=(100, 60), kv_lens=(250, 90), planner="device")
     batch = make_batch(case, hopper)
     metadata = {name: int32(getattr(batch, name), hopper.device) for name in ("qo_indptr", "kv_indptr")}
     plan = make_plan(case, hopper, metadata, max_q_rows=160)

@@ -17,6 +17,7 @@ from evenshare.schedule.plan import Status
 from tests.attention.helpers import indptr, int32
 
 TILE = TileConfig(16, 16, 4, 1, 1)
+HEAD_MAJOR = replace(TILE, head_major=True)
 PROBLEM = Problem(12, 2, 16, 16, torch.float32, 0, True, -1, 0.0, 1.0)  # groups of 6: a row tile ends inside a token
 UNTOUCHED = -9
 # (query tokens, keys) of every request.
@@ -41,8 +42,8 @@ def ragged(qo_lens: list[int], kv_lens: list[int], **changed: list[int]) -> Batc
 class Table:
     """Arrays of a table of `max_tiles` row tiles, with some more behind it that must stay as they are."""
 
-    def __init__(self, max_tiles: int, device: torch.device) -> None:
-        self.max_tiles = max_tiles
+    def __init__(self, max_tiles: int, device: torch.device, tile: TileConfig = TILE) -> None:
+        self.max_tiles, self.tile = max_tiles, tile
         self.tiles, self.iterations, self.numbers = (
             torch.full(shape, UNTOUCHED, dtype=torch.int32, device=device)
             for shape in ((max_tiles + 40, 8), (max_tiles + 40,), (2,))
@@ -52,7 +53,7 @@ class Table:
         """(tiles, iterations, number of tiles, status)"""
         device, end = self.tiles.device, self.max_tiles
         arrays = (self.tiles[:end], self.iterations[:end], self.numbers[:1], self.numbers[1:])
-        launch.launch_tile_table(problem, TILE, move(batch, device), *arrays)
+        launch.launch_tile_table(problem, self.tile, move(batch, device), *arrays)
         assert (self.tiles[end:] == UNTOUCHED).all()
         assert (self.iterations[end:] == UNTOUCHED).all()
         count, status = self.numbers.tolist()
@@ -61,19 +62,28 @@ class Table:
 
 def assert_same(table: Table, batch: Batch, problem: Problem = PROBLEM) -> None:
     tiles, iterations, count, status = table.make(batch, problem)
-    want_tiles, want_iterations = tile_table(problem, TILE, batch, table.max_tiles)
+    want_tiles, want_iterations = tile_table(problem, table.tile, batch, table.max_tiles)
     assert torch.equal(iterations, want_iterations)
     assert count == int((want_iterations > 0).sum())
     assert torch.equal(tiles, want_tiles[:count])
     assert status == 0
 
 
+@pytest.mark.parametrize("tile", [TILE, HEAD_MAJOR], ids=["row major", "head major"])
 @pytest.mark.parametrize(("causal", "window_left"), [(True, -1), (False, -1), (True, 5)])
-def test_same_as_host(device: torch.device, causal: bool, window_left: int) -> None:
-    table = Table(60, device)
+def test_same_as_host(device: torch.device, causal: bool, window_left: int, tile: TileConfig) -> None:
+    table = Table(120, device, tile)
     problem = replace(PROBLEM, causal=causal, window_left=window_left)
     for qo_lens, kv_lens in BATCHES:  # the same arrays, again and again
         assert_same(table, ragged(qo_lens, kv_lens), problem)
+
+
+@pytest.mark.parametrize("size", [1, 17])
+def test_one_query_token_each_head_by_head(device: torch.device, size: int) -> None:
+    batch = replace(ragged([1] * size, [5 * i % 37 for i in range(size)]), qo_indptr=None)
+    assert_same(Table(2 * size + 3, device, HEAD_MAJOR), batch)
+    wide = replace(PROBLEM, num_qo_heads=60, num_kv_heads=3)  # 20 rows a token and KV head: two tiles
+    assert_same(Table(6 * size, device, HEAD_MAJOR), batch, wide)
 
 
 @pytest.mark.parametrize("size", [0, 1, 17, 40])
@@ -98,9 +108,10 @@ def test_no_room_at_all(device: torch.device) -> None:
     assert table.make(ragged([0, 1], [3, 4]))[2:] == (0, Status.TILES_OVERFLOW)
 
 
+@pytest.mark.parametrize("tile", [TILE, HEAD_MAJOR], ids=["row major", "head major"])
 @pytest.mark.parametrize("qo_lens", [[40] * 3, [2, 2**30, 3], [2**29, 2**29, 2**29]])
-def test_more_tiles_than_the_table_has(device: torch.device, qo_lens: list[int]) -> None:
-    table = Table(11, device)
+def test_more_tiles_than_the_table_has(device: torch.device, qo_lens: list[int], tile: TileConfig) -> None:
+    table = Table(11, device, tile)
     tiles, _, count, status = table.make(ragged(qo_lens, [20] * 3))
     assert (count, status) == (11, Status.TILES_OVERFLOW)
     assert set(tiles[:, 6].tolist()) <= {0, 1, 2}
@@ -126,4 +137,5 @@ def test_more_requests_than_one_block() -> None:
         lens = torch.randint(0, 40, (size,), generator=generator).tolist()
         qo_lens = torch.randint(0, 5, (size,), generator=generator).tolist()
         batch = replace(ragged([1] * size, lens), qo_indptr=None) if one_each else ragged(qo_lens, lens)
-        assert_same(Table(2 * size + 5, torch.device("cuda")), batch)
+        for tile in (TILE, HEAD_MAJOR):
+            assert_same(Table(4 * size + 10, torch.device("cuda"), tile), batch)

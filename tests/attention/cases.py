@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class Outputs:
         before, after = MARGINS[case.layout]
         shape = (num_rows + padding + 2, heads, before + batch.v.shape[2] + after)
         self.wide = batch.q.new_full(shape, math.nan, dtype=case.dtype)
-        self.wide_lse = batch.q.new_full((heads, num_rows + padding + 2), math.nan)
+        self.wide_lse = batch.q.new_full((heads, num_rows + padding + 2), math.nan, dtype=torch.float32)
         self.out = self.wide[1:-1, :, before : before + batch.v.shape[2]]
         self.lse = self.wide_lse[:, 1:-1].t()
         self.num_rows, self.padding, self.with_lse = num_rows, padding, case.base is not None
@@ -113,11 +113,12 @@ def make_batch(case: Case, place: Place) -> Batch:
     return move(random_batch(case.qo_lens, case.kv_lens, case.heads, case.dim, case.dim_v), place)
 
 
-def check(case: Case, place: Place) -> AttentionPlan | None:
-    """Run it twice and compare. Returns the plan, which a dense call does not have."""
+def check(case: Case, place: Place, oracle_on: str | None = None) -> AttentionPlan | None:
+    """Run it twice and compare with the oracle, computed there. Returns the plan, which a dense call does not have."""
     batch = make_batch(case, place)
+    judged = batch if oracle_on is None else move(batch, replace(place, device=torch.device(oracle_on)))
     if case.form == "dense":
-        _check_dense(case, place, batch)
+        _check_runs(case, judged, _run_dense(case, place, batch))
         return None
     typed = move(batch, place, case.dtype)
     where = metadata_device(case, place)
@@ -136,12 +137,12 @@ def check(case: Case, place: Place) -> AttentionPlan | None:
         poison(plan)
         plan.run(q, k, v, **outputs.arguments())
         assert not plan._executor.workspace.counters.any(), "counters are left as they were found"
-    _check_runs(case, batch, runs)
+    _check_runs(case, judged, runs)
     plan.check()
     return plan
 
 
-def _check_dense(case: Case, place: Place, batch: Batch) -> None:
+def _run_dense(case: Case, place: Place, batch: Batch) -> list[Outputs]:
     size = len(case.qo_lens)
     typed = move(batch, place, case.dtype)
     # NaN between the requests as well as around them.
@@ -153,7 +154,7 @@ def _check_dense(case: Case, place: Place, batch: Batch) -> None:
     runs = [Outputs(case, batch, padding=0) for _ in range(2)]
     for outputs in runs:
         attention(q, k, v, backend=place.backend, **options, **outputs.arguments(size))
-    _check_runs(case, batch, runs)
+    return runs
 
 
 def _check_runs(case: Case, batch: Batch, runs: list[Outputs]) -> None:

@@ -390,8 +390,8 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _iterate(q, p, peak, total, acc, v_stage, v_phase, key, last, first_seen, score_scale, cap_log2e,
-             k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
+def _iterate(q, p, peak, total, acc, v_stage, v_phase, turn, key, last, first_seen, score_scale, cap_log2e,
+             k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half: gl.constexpr,
              GATHER: gl.constexpr, MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
              BLOCK_N: gl.constexpr, STAGES: gl.constexpr, scores: gl.constexpr, output: gl.constexpr, element: gl.constexpr):  # fmt: skip
     """Scores of the next block, while the values of the block before, whose probabilities are p, are summed."""
@@ -400,12 +400,15 @@ def _iterate(q, p, peak, total, acc, v_stage, v_phase, key, last, first_seen, sc
     if GATHER:
         fence_async_shared()
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, scores)
+    # The products of one consumer run during the softmax of the other (FlashAttention-3, section 3.1).
+    mbarrier.wait(turns.index(half), turn)
     s_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), no_scores, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_stage), v_phase)
     if GATHER:
         fence_async_shared()
     operand: gl.constexpr = gl.DotOperandLayout(0, output, 2)
     o_token = warpgroup_mma(_unpack(p, operand, element), v_bufs.index(v_stage), acc, is_async=True)
+    mbarrier.arrive(turns.index(1 - half), count=1)
     s = warpgroup_mma_wait(1, (s_token,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     p, peak, total, factor = _softmax(s, peak, total, key, last, first_seen, score_scale, cap_log2e,
@@ -413,7 +416,7 @@ def _iterate(q, p, peak, total, acc, v_stage, v_phase, key, last, first_seen, sc
     acc = warpgroup_mma_wait(0, (o_token,))
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, output)).expand_dims(1)
-    return _pack(p, element), peak, total, acc, stage, phase
+    return _pack(p, element), peak, total, acc, stage, phase, turn ^ 1
 
 
 @gluon.jit
@@ -462,7 +465,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
              sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
              stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
              stride_lse_start, stride_lse_token, stride_lse_head,
-             q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+             q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
              GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGED: gl.constexpr, DENSE: gl.constexpr,
              GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
              HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
@@ -501,6 +504,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
     stage = 0
     phase = 0
     parity = 0
+    turn = half ^ 1  # the first consumer begins
     for segment in range(segment_begin, segment_end):
         next_head, next_start, next_len, next_row, _start, next_kv_len, next_end, _blocks = _load_tile(
             segments_ptr, tiles_ptr, gl.minimum(segment + 1, last_segment), next_tile, heads_per_row
@@ -539,16 +543,16 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
         buffer = 2 * parity + half
         next_buffer = 2 * (parity ^ (Q_BUFFERS - 1)) + half
         q = q_bufs.index(buffer * Q_STEP)
-        if Q_BUFFERS == 2:
-            if segment + 1 < segment_end:
-                _fetch_q(q_ptr, q_bufs.index(next_buffer * Q_STEP), next_head, next_start, next_len, next_row + half * ROWS,
-                         num_q_starts, num_q_tokens, stride_q_start, stride_q_token, stride_q_head,
-                         GROUP, HEAD_DIM, BLOCK_D, DENSE)  # fmt: skip
         key = (end - 1) * BLOCK_N
         mbarrier.wait(k_full.index(stage), phase)
         if GATHER:
             fence_async_shared()
         s_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), no_scores, use_acc=False, is_async=True)
+        if Q_BUFFERS == 2:
+            if segment + 1 < segment_end:
+                _fetch_q(q_ptr, q_bufs.index(next_buffer * Q_STEP), next_head, next_start, next_len, next_row + half * ROWS,
+                         num_q_starts, num_q_tokens, stride_q_start, stride_q_token, stride_q_head,
+                         GROUP, HEAD_DIM, BLOCK_D, DENSE)  # fmt: skip
         s = warpgroup_mma_wait(0, (s_token,))
         mbarrier.arrive(k_empty.index(stage), count=1)
         p, peak, total, _factor = _softmax(s, peak, total, key, last, first_seen, score_scale, cap_log2e,
@@ -561,16 +565,16 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
         num_masked = gl.minimum(gl.maximum(end - whole, 1), num_blocks)
         for _ in range(1, num_masked):
             key -= BLOCK_N
-            p, peak, total, acc, stage, phase = _iterate(
-                q, p, peak, total, acc, stage, phase, key, last, first_seen, score_scale, cap_log2e,
-                k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
+            p, peak, total, acc, stage, phase, turn = _iterate(
+                q, p, peak, total, acc, stage, phase, turn, key, last, first_seen, score_scale, cap_log2e,
+                k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half,
                 GATHER, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
             )  # fmt: skip
         for _ in range(num_masked, num_blocks):
             key -= BLOCK_N
-            p, peak, total, acc, stage, phase = _iterate(
-                q, p, peak, total, acc, stage, phase, key, last, first_seen, score_scale, cap_log2e,
-                k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
+            p, peak, total, acc, stage, phase, turn = _iterate(
+                q, p, peak, total, acc, stage, phase, turn, key, last, first_seen, score_scale, cap_log2e,
+                k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half,
                 GATHER, False, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
             )  # fmt: skip
         mbarrier.wait(v_full.index(stage), phase)
@@ -660,6 +664,9 @@ def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, se
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     flags = gl.allocate_shared_memory(gl.int32, [FLAGS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     arrivals: gl.constexpr = 128 if GATHER else 1  # each thread of the gathering producer arrives
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=arrivals)
         mbarrier.init(k_empty.index(i), count=2)
@@ -678,7 +685,7 @@ def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, se
                      sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
                      stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
                      stride_lse_start, stride_lse_token, stride_lse_head,
-                     q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                     q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
                      GROUP, HEAD_DIM, HEAD_DIM_V, PAGED, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
                      BLOCK_N, BLOCK_D, BLOCK_DV, Q_BUFFERS, STAGES)),
             (_consume, (SECOND,
@@ -687,7 +694,7 @@ def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, se
                      sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
                      stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
                      stride_lse_start, stride_lse_token, stride_lse_head,
-                     q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                     q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
                      GROUP, HEAD_DIM, HEAD_DIM_V, PAGED, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
                      BLOCK_N, BLOCK_D, BLOCK_DV, Q_BUFFERS, STAGES)),
             (_produce, (k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,

@@ -67,7 +67,7 @@ def _prefill_tile(problem: Problem) -> TileConfig:
     """
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > 128:
-        return TileConfig(128, 64, 4, 2, 1, "hopper_prefill", 1, True)
+        return TileConfig(128, 64, 4, 2, 1, "hopper_prefill", 1, True, overhead=2, cut_cost=9)
     return TileConfig(128, 128, 4, 2 if widest > 64 else 3, 1, "hopper_prefill", 2, True, overhead=2, cut_cost=9)
 
 

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from evenshare.attention import AttentionPlan, attention, plan_attention
+from evenshare.schedule.policies import DEVICE_POLICIES, POLICIES
 from tests.attention.helpers import Batch, Place, assert_matches, int32, move, random_batch, to_pages
 
 # Elements before and after each row of a tensor that is a view of a wider one. "strided": heads are apart as well; "odd": most rows
 # begin at no multiple of 16 bytes; "shifted": all begin 2 or 4 bytes after one.
 MARGINS = {"packed": (0, 0), "strided": (8, 8), "odd": (1, 2), "shifted": (1, 7)}
 PADDING = 3  # rows behind the batch's last one
-POLICIES = ("data_parallel", "fixed_split", "stream_k", "level_fill", "cost_sorted", "batch_invariant")
 
 
 @dataclass(frozen=True)
@@ -191,9 +191,7 @@ def random_case(seed: int, place: Place) -> Case:
     size = rng.randint(1, 9)
     lens = [lengths(shape)] * size if form == "dense" else [lengths(shape) for _ in range(size)]
     qo_lens, kv_lens = (tuple(x) for x in zip(*lens, strict=True))
-    policies = [None, None, *POLICIES]
-    if planner == "device":
-        policies.remove("cost_sorted")
+    policies = [None, None, *(DEVICE_POLICIES if planner == "device" else POLICIES)]
     return Case(
         qo_lens,
         kv_lens,

@@ -12,8 +12,8 @@ import torch
 
 from evenshare.attention import AttentionPlan, attention
 from evenshare.schedule.plan import Status
-from evenshare.schedule.policies import DEVICE_POLICIES
-from tests.attention.cases import DECODE, POLICIES, PREFILL, Case, Outputs, check, embed, make_batch, make_plan, poison
+from evenshare.schedule.policies import DEVICE_POLICIES, POLICIES
+from tests.attention.cases import DECODE, PREFILL, Case, Outputs, check, embed, make_batch, make_plan, poison
 from tests.attention.helpers import Batch, Place, assert_matches, int32, move, to_pages
 
 pytestmark = pytest.mark.gpu
@@ -193,9 +193,10 @@ def test_planners_agree(hopper: Place) -> None:
     assert torch.equal(*results)
 
 
-def test_bits_do_not_change_between_runs(hopper: Place) -> None:
+@pytest.mark.parametrize("qo_lens", [(130, 1, 40), (1, 2, 4)])  # prefill, decode
+def test_bits_do_not_change_between_runs(hopper: Place, qo_lens: tuple[int, ...]) -> None:
     """With every tile split, whoever arrives last."""
-    case = Case((130, 1, 40), (3000, 5000, 2100), dim=128, policy="stream_k")
+    case = Case(qo_lens, (3000, 5000, 2100), dim=128, policy="stream_k")
     batch = make_batch(case, hopper)
     typed = move(batch, hopper, case.dtype)
     plan = make_plan(case, hopper, {"qo_indptr": int32(batch.qo_indptr), "kv_indptr": int32(batch.kv_indptr)})
@@ -387,19 +388,20 @@ def test_pages_outside_the_cache(hopper: Place, page_size: int, policy: str) -> 
     plan.check()
 
 
-def test_keys_that_the_tensors_do_not_hold(hopper: Place) -> None:
+@pytest.mark.parametrize("qo_lens", [(100, 60), (1, 2)])  # prefill, decode
+def test_keys_that_the_tensors_do_not_hold(hopper: Place, qo_lens: tuple[int, int]) -> None:
     """Ragged lengths on the device that pass the end of k and v: zeros, a status, and nothing is read there."""
-    case = replace(PREFILL, qo_lens=(100, 60), kv_lens=(250, 90), planner="device")
+    case = replace(PREFILL, qo_lens=qo_lens, kv_lens=(250, 90), planner="device")
     batch = make_batch(case, hopper)
     metadata = {name: int32(getattr(batch, name), hopper.device) for name in ("qo_indptr", "kv_indptr")}
-    plan = make_plan(case, hopper, metadata, max_q_rows=160)
+    plan = make_plan(case, hopper, metadata, max_q_rows=sum(qo_lens))
     metadata["kv_indptr"][2] = 2000
     plan.update()
     outputs = Outputs(case, batch, padding=0)
     plan.run(*(x.to(case.dtype) for x in (batch.q, batch.k, batch.v)), **outputs.arguments())
     check_request(outputs, batch, 0)
-    assert (outputs.out[100:] == 0).all()
-    assert torch.isneginf(outputs.lse[100:]).all()
+    assert (outputs.out[qo_lens[0] :] == 0).all()
+    assert torch.isneginf(outputs.lse[qo_lens[0] :]).all()
     assert int(plan.status) == Status.BAD_INDEX
 
 

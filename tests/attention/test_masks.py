@@ -49,6 +49,13 @@ def test_window_edges(place: Place, window_left: int) -> None:
     check_paged(batch, place, page_size=3, window_left=window_left)
 
 
+@pytest.mark.xfail(strict=True, reason="positions less the window pass 32 bits")
+@pytest.mark.parametrize("lens", [((3, 1), (38, 17)), ((20,), (9,))])
+def test_the_widest_window(kernel_place: Place, lens: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """2^31 - 1 keys, as one says for all of them: no sum or difference with it wraps."""
+    check_ragged(random_batch(*lens, dim=16), kernel_place, window_left=2**31 - 1)
+
+
 @pytest.mark.parametrize("window_left", [0, 2, 40])
 def test_window_without_causal(place: Place, window_left: int) -> None:
     """Every key to the right stays visible: queries 5 of 3 keys have rows left of the first key."""

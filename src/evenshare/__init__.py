@@ -8,6 +8,7 @@ __getattr__, __all__ = attach(
     __name__,
     {
         "AttentionPlan": "attention",
+        "Profile": "report.profile",
         "QuantizedWeight": "quant",
         "attention": "attention",
         "append_paged_kv_cache": "ops",
@@ -16,6 +17,7 @@ __getattr__, __all__ = attach(
         "merge_states": "attention",
         "paged_attention": "attention",
         "plan_attention": "attention",
+        "profile": "report.profile",
         "quantize": "quant",
         "w4a16_matmul": "quant",
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 try:
@@ -63,6 +64,18 @@ def explain(context: typer.Context) -> None:
     """Compare how the policies deal a piece of work, as a table and a timeline."""
     from evenshare.report.explain import explain_command
 
+    _run(explain_command, context)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def profile(context: typer.Context) -> None:
+    """Time each worker of a batch's attention on a GPU, and draw it above what the simulator predicts."""
+    from evenshare.report.profile_command import profile_command
+
+    _run(profile_command, context)
+
+
+def _run(function: Callable[..., None], context: typer.Context) -> None:
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    command.command()(explain_command)
-    command(args=context.args, prog_name="evenshare explain")
+    command.command()(function)
+    command(args=context.args, prog_name=context.command_path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -61,7 +61,11 @@ class Spec:
                 attributes[index,] = [["tt.divisibility", 16]]
         named = {*self.constants, *self.types, *self.ones, *self.unaligned}
         missing = [name for name in parameters if name.isupper() and name not in self.constants]
-        pointers = [name for name, kind in types.items() if name.endswith("_ptr") and not kind.startswith("*")]
+        pointers = [
+            name
+            for name, kind in types.items()
+            if name.endswith("_ptr") and not kind.startswith("*") and name not in known
+        ]
         if wrong := sorted(named - set(types)) + missing + pointers:
             raise ValueError(f"{self.name}: got no or a wrong entry for {', '.join(wrong)}")
         return types, constants, attributes
@@ -69,6 +73,13 @@ class Spec:
 
 def pointers(kind: str, *names: str) -> dict[str, str]:
     return {f"{name}_ptr": f"*{kind}" for name in names}
+
+
+def profiled(spec: Spec) -> Spec:
+    """An attention kernel that records its times."""
+    constants = {name: value for name, value in spec.constants.items() if name != "times_ptr"}
+    types = spec.types | pointers("i64", "times")
+    return replace(spec, name=f"{spec.name} profiled", constants=constants, types=types)
 
 
 def gemm_specs() -> Iterator[Spec]:
@@ -146,7 +157,7 @@ def attention_specs() -> Iterator[Spec]:
     shared |= pointers("i32", "kv_indices", "worker_indptr", "segments", "tiles", "counters", "status")
     shared |= dict.fromkeys(("sm_scale", "logits_soft_cap", "lse_scale"), "fp32")
     plain = {"GROUP": 4, "PAGE_SIZE": 16, "DENSE": False, "SAME_STRIDES": True, "CAUSAL": True, "HAS_WINDOW": False,
-             "HAS_SOFT_CAP": False, "HAS_LSE": True, "PRECISION": "ieee"}  # fmt: skip
+             "HAS_SOFT_CAP": False, "HAS_LSE": True, "PRECISION": "ieee", "times_ptr": None}  # fmt: skip
     # dtype, head dim, (block m, n), warps, stages, known spills, what differs from `plain`
     cases: list[tuple[str, int, tuple[int, int], int, int, int, dict[str, Any]]] = [
         ("bf16", 128, (16, 128), 4, 3, 36, {}),
@@ -230,7 +241,7 @@ def decode_specs() -> Iterator[Spec]:
     shared = pointers("fp32", "lse", "partial_o", "partial_lse")
     shared |= pointers("i32", "kv_indices", "worker_indptr", "segments", "tiles", "counters", "status")
     shared |= dict.fromkeys(("sm_scale", "logits_soft_cap", "lse_scale"), "fp32")
-    plain = {"GROUP": 8, "PAGE_SIZE": 16, "DENSE": False}
+    plain = {"GROUP": 8, "PAGE_SIZE": 16, "DENSE": False, "times_ptr": None}
     plain |= {"CAUSAL": True, "HAS_WINDOW": False, "HAS_SOFT_CAP": False, "HAS_LSE": True}
     # dtype, head dims of k and v, rows, keys, stages, keys of a box (0: gathered), what differs from `plain`
     cases: list[tuple[str, int, int, int, int, int, int, dict[str, Any]]] = [
@@ -344,6 +355,7 @@ def all_specs() -> list[Spec]:
         *attention_specs(),
         *hopper_specs(),
         *decode_specs(),
+        *(profiled(next(specs())) for specs in (attention_specs, decode_specs)),
         *merge_specs(),
         *small_specs(),
     ]

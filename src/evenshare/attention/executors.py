@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -160,6 +161,13 @@ class TritonExecutor:
             self.forward = launch.ForwardLauncher(
                 problem, self.tile, self.schedule, self.tiles, self.workspace, self.status
             )
+
+    def timed(self) -> TritonExecutor:
+        """The same executor and arrays; its runs also note when they do what, in `forward.times`."""
+        assert self.forward is not None
+        twin = copy(self)
+        twin.forward = self.forward.timed()
+        return twin
 
     def bind(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from evenshare.attention.kernels import tile_table as tile_table_kernels
 from evenshare.attention.metadata import Batch
 from evenshare.attention.problem import Problem
 from evenshare.attention.tiles import BOX_DIMS, TileConfig, box_rows, next_power_of_2, padded_dim, portable_twin
+from evenshare.device.clock import CONSUMERS, TIME_COLUMNS
 from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.workspace import Workspace
 from evenshare.schedule.plan import Plan
@@ -90,6 +92,14 @@ class ForwardLauncher:
     ) -> None:
         self.problem, self.tile, self.plan, self.workspace = problem, tile, plan, workspace
         self.tiles, self.status = tiles, status
+        self.times: torch.Tensor | None = None
+
+    def timed(self) -> ForwardLauncher:
+        """The same launcher, whose kernels also note when they do what, in `times` (`device.clock`)."""
+        twin = copy(self)
+        shape = (self.plan.max_segments, CONSUMERS.value, TIME_COLUMNS.value)
+        twin.times = torch.zeros(shape, dtype=torch.int64, device=self.tiles.device)
+        return twin
 
     def bind(
         self,
@@ -213,6 +223,7 @@ class ForwardLauncher:
             partial_lse if plan.max_slots else partial_o,
             workspace.counters,
             self.status,
+            *([] if tile.kernel == "hopper_prefill" else [self.times]),
             problem.sm_scale,
             problem.logits_soft_cap,
             lse_scale,

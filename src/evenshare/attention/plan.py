@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Any
 
 import torch
@@ -198,6 +199,17 @@ class AttentionPlan:
                 f"{name}: got shape {tuple(pages.shape)}, want four dimensions in the {self.kv_layout} layout"
             )
         return pages.transpose(1, 2) if self._heads_first else pages
+
+    def timed(self) -> tuple[AttentionPlan, TritonExecutor]:
+        """The same plan, whose runs also note when they do what, and its executor, which keeps the times; for `evenshare.profile`.
+
+        It shares this plan's arrays and workspace, so it runs on the same stream.
+        """
+        assert isinstance(self._executor, TritonExecutor)
+        twin = copy(self)
+        twin._executor = executor = self._executor.timed()
+        twin._runs = {}
+        return twin, executor
 
     @property
     def status(self) -> torch.Tensor:

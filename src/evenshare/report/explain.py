@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
+from evenshare.report.arguments import (
+    MAX_REQUESTS,
+    check_at_least,
+    describe_lengths,
+    parse_integer,
+    parse_lengths,
+    stop,
+    writing,
+)
 from evenshare.report.timeline import check_picture, draw_timelines, format_time, save_timelines
 from evenshare.schedule import RaggedSpace, make_plan
 from evenshare.schedule.policies import POLICIES, Policy
 from evenshare.schedule.simulator import Costs, Timeline, simulate
 
 # A timeline is Python objects: more would take minutes and gigabytes.
-MAX_TILES = 100_000
+MAX_TILES = MAX_REQUESTS
 MAX_ITERATIONS = 10_000_000
 MAX_WORKERS = 10_000
 MAX_PARTS = 400_000
@@ -40,20 +47,16 @@ def decode_work(lens: list[int], heads: int, block: int) -> Work:
     Costs are ratios of bytes at a head dimension of 128: a block of 128 keys is 64 KB of bf16 keys and values, a partial of 16
     rows 8 KB of fp32. A segment's prologue and epilogue cost one block of 128 keys.
     """
-    _positive("lens", min(lens))
-    _positive("heads", heads)
-    _positive("block", block)
+    check_at_least(1, "lens", min(lens))
+    check_at_least(1, "heads", heads)
+    check_at_least(1, "block", block)
     blocks = [-(-n // block) for n in lens]
     _small_enough("lens", len(lens) * heads, sum(blocks) * heads)
     relative = 128 / block
-    runs = [(n, len(list(run))) for n, run in groupby(lens)]
-    shape = " + ".join(f"{n}" if count == 1 else f"{count} x {n}" for n, count in runs[:6]) + (
-        " + ..." if runs[6:] else ""
-    )
     return Work(
         RaggedSpace(torch.tensor(blocks, dtype=torch.int32), inner=heads, overhead=max(round(relative), 1)),
         Costs(segment=relative, store=relative / 8, merge=relative / 8),
-        f"Decode of {len(lens)} request{'s' * (len(lens) > 1)}: {shape} keys, {heads} KV head{'s' * (heads > 1)}",
+        f"Decode of {len(lens)} request{'s' * (len(lens) > 1)}: {describe_lengths(lens)} keys, {heads} KV head{'s' * (heads > 1)}",
         f"blocks of {block} keys",
     )
 
@@ -63,8 +66,8 @@ def gemm_work(shape: list[int], tile: list[int]) -> Work:
 
     Storing and merging cost what Stream-K (section 5.1) measured for a tile of 128 x 128 x 32, scaled to this step of k.
     """
-    _positive("gemm", min(shape))
-    _positive("tile", min(tile))
+    check_at_least(1, "gemm", min(shape))
+    check_at_least(1, "tile", min(tile))
     m, n, k = (-(-size // step) for size, step in zip(shape, tile, strict=True))
     _small_enough("gemm", m * n, m * n * k)
     return Work(
@@ -118,7 +121,7 @@ def explain_command(
         if (lens is None) == (gemm is None):
             raise ValueError("lens, gemm: got " + ("neither" if lens is None else "both") + ", want one of them")
         if lens is not None:
-            work = decode_work(_lengths("lens", lens), heads, block)
+            work = decode_work(parse_lengths("lens", lens), heads, block)
         else:
             work = gemm_work(_triple("gemm", gemm or ""), _triple("tile", tile))
         if not 1 <= workers <= MAX_WORKERS:
@@ -131,9 +134,10 @@ def explain_command(
         timelines = {_label(name, num_splits): timeline for name, timeline in compared.items()}
         _print_table(work, timelines, workers)
         if out is not None:
-            _draw(work, timelines, out)
+            with writing("out", out):
+                save_timelines(draw_timelines(timelines, title=work.title, axis=f"simulated time ({work.unit})"), out)
     except ValueError as error:
-        _stop(str(error), 2)
+        stop(str(error), 2)
 
 
 def _print_table(work: Work, timelines: dict[str, Timeline], workers: int) -> None:
@@ -165,53 +169,14 @@ def _print_table(work: Work, timelines: dict[str, Timeline], workers: int) -> No
     Console(highlight=False).print(table)
 
 
-def _draw(work: Work, timelines: dict[str, Timeline], out: Path) -> None:
-    try:
-        save_timelines(draw_timelines(timelines, title=work.title, unit=work.unit), out)
-    except ModuleNotFoundError as error:
-        _stop(f"{(error.name or '').split('.')[0]} is not installed: pip install evenshare[report]", 1)
-    except OSError as error:
-        _stop(f"out: cannot write {out}: {error.strerror or error}", 2)
-
-
-def _lengths(name: str, text: str) -> list[int]:
-    """Parse "65536,15x256"."""
-    lengths: list[int] = []
-    for part in text.split(","):
-        count, cross, length = part.strip().rpartition("x")
-        repeats = _integer(name, count, text) if cross else 1
-        _positive(name, repeats)
-        lengths += [_integer(name, length, text)] * min(repeats, MAX_TILES + 1)
-        if len(lengths) > MAX_TILES:
-            raise ValueError(f"{name}: got more than {MAX_TILES} requests, want fewer")
-    return lengths
-
-
 def _triple(name: str, text: str) -> list[int]:
-    sizes = [_integer(name, part.strip(), text) for part in text.split(",")]
+    sizes = [parse_integer(name, part.strip(), text) for part in text.split(",")]
     if len(sizes) != 3:
         raise ValueError(f"{name}: got {text!r}, want three numbers by commas")
     return sizes
-
-
-def _integer(name: str, part: str, text: str) -> int:
-    if not (part.isascii() and part.isdigit()) or len(part) > 9:
-        raise ValueError(f"{name}: got {text!r}, want whole numbers below 1e9 by commas")
-    return int(part)
-
-
-def _positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name}: got {value}, want 1 or more")
 
 
 def _small_enough(name: str, tiles: int, iterations: int) -> None:
     if tiles > MAX_TILES or iterations > MAX_ITERATIONS:
         limits = f"{MAX_TILES} and {MAX_ITERATIONS}"
         raise ValueError(f"{name}: got {tiles} tiles and {iterations} iterations, want at most {limits}")
-
-
-def _stop(message: str, exit_code: int) -> None:
-    typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
-    print(message, file=sys.stderr)
-    raise typer.Exit(exit_code)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,18 +25,31 @@ ZOOM_BELOW = 0.2  # a panel that ends before this part of the axis is drawn agai
 ZOOM_BOX = (0.32, 0.08, 0.65, 0.83)  # where, in parts of the panel: left, bottom, width, height
 
 
-def draw_timelines(timelines: Mapping[str, Timeline], *, title: str = "", unit: str = "iterations") -> Figure:
-    """One panel a policy, on one time axis.
+def describe(timeline: Timeline) -> str:
+    """A panel's numbers."""
+    return f"makespan {format_time(timeline.makespan)}, utilisation {timeline.utilisation:.0%}"
+
+
+def draw_timelines(
+    timelines: Mapping[str, Timeline],
+    *,
+    title: str = "",
+    axis: str = "simulated time (iterations)",
+    columns: int | None = None,
+    describe: Callable[[Timeline], str] = describe,
+) -> Figure:
+    """One panel a timeline, on one time axis.
 
     timelines: label -> timeline. Pale blocks are whole tiles, full ones parts of split tiles, dark ones
-    merging; what is left grey is idle. unit: of the time axis. Raises ValueError without a timeline.
+    merging; what is left grey is idle. axis: the label of the time axis. columns: panels side by side; None: as many as fit.
+    describe: what to write under a panel's label. Raises ValueError without a timeline.
     """
     if not timelines:
         raise ValueError("timelines: got none, want at least one")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = min(len(timelines), PANELS_A_ROW if len(timelines) != 6 else 3)
+    columns = columns or min(len(timelines), PANELS_A_ROW if len(timelines) != 6 else 3)
     rows = math.ceil(len(timelines) / columns)
     workers = max(len(timeline.workers) for timeline in timelines.values())
     height = min(max(0.22 * workers, 2.0), 5.2)  # inches of a panel's blocks
@@ -45,15 +58,15 @@ def draw_timelines(timelines: Mapping[str, Timeline], *, title: str = "", unit: 
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
     span = max(timeline.makespan for timeline in timelines.values()) * 1.015 or 1.0
-    for axis, (label, timeline) in zip(axes, timelines.items(), strict=False):
-        _panel(axis, label, timeline, span)
-    for axis in axes[len(timelines) :]:
-        axis.set_visible(False)
-    for index, axis in enumerate(axes[: len(timelines)]):
+    for panel, (label, timeline) in zip(axes, timelines.items(), strict=False):
+        _panel(panel, label, describe(timeline), timeline, span)
+    for panel in axes[len(timelines) :]:
+        panel.set_visible(False)
+    for index, panel in enumerate(axes[: len(timelines)]):
         if index % columns == 0:
-            axis.set_ylabel("worker", color=FAINT)
+            panel.set_ylabel("worker", color=FAINT)
         if index + columns >= len(timelines):
-            axis.set_xlabel(f"simulated time ({unit})", color=FAINT)
+            panel.set_xlabel(axis, color=FAINT)
     if title:
         figure.suptitle(title, fontsize=14, color=TEXT)
     _legend(figure)
@@ -79,9 +92,8 @@ def save_timelines(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _panel(axis: Axes, label: str, timeline: Timeline, span: float) -> None:
+def _panel(axis: Axes, label: str, numbers: str, timeline: Timeline, span: float) -> None:
     axis.set_title(label, loc="left", fontsize=13, fontweight="bold", color=TEXT, pad=20)
-    numbers = f"makespan {format_time(timeline.makespan)}, utilisation {timeline.utilisation:.0%}"
     axis.text(0, 1.008, numbers, transform=axis.transAxes, fontsize=10.5, color=FAINT, va="bottom")
     _style(axis)
     axis.set_xlim(0, span)

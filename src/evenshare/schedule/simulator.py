@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 from evenshare.schedule.plan import BEGIN, COUNTER, END, NUM_SLOTS, TILE, Plan
@@ -43,6 +43,7 @@ class Timeline:
     num_segments: int
     num_split_tiles: int
     num_partials: int  # each is written once and read once, by the merger
+    iteration_time: float = 1.0  # of one iteration, in the unit of the events
 
     @property
     def makespan(self) -> float:
@@ -52,7 +53,26 @@ class Timeline:
     @property
     def utilisation(self) -> float:
         """Part of all workers' time that goes into iterations, in (0, 1]; waiting, prologues and merging are the rest. Empty: 1."""
-        return self.iterations / (len(self.workers) * self.makespan) if self.makespan else 1.0
+        useful = self.iterations * self.iteration_time
+        return useful / (len(self.workers) * self.makespan) if self.makespan else 1.0
+
+    @property
+    def idle(self) -> float:
+        """Part of all workers' time in which nothing happens."""
+        return 1.0 - self.share("whole", "partial", "merge") if self.makespan else 0.0
+
+    def share(self, *kinds: Kind) -> float:
+        """Part of all workers' time that goes into events of these kinds."""
+        busy = sum(event.end - event.begin for events in self.workers for event in events if event.kind in kinds)
+        return busy / (len(self.workers) * self.makespan) if self.makespan else 0.0
+
+    def scaled(self, factor: float) -> Timeline:
+        """The same in a unit of time that is `factor` times shorter."""
+        workers = tuple(
+            tuple(event._replace(begin=event.begin * factor, end=event.end * factor) for event in events)
+            for events in self.workers
+        )
+        return replace(self, workers=workers, iteration_time=self.iteration_time * factor)
 
 
 def simulate(plan: Plan, costs: Costs = Costs()) -> Timeline:

@@ -10,6 +10,7 @@ A partial whose request points outside the cache carries lse = +inf: the merge t
 import triton
 import triton.language as tl
 
+from evenshare.device.clock import END, MERGE, START, record
 from evenshare.device.merge import arrive
 
 # Columns of the segment table (schedule.plan) and of the tile table (attention.tiles), and status bits, as kernels see them.
@@ -129,7 +130,7 @@ def _attend(q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_st
 # Sizes of the batch are not specialised on: no compilation for a batch of one, or of a multiple of 16.
 @triton.jit(do_not_specialize=["window_left", "num_q_starts", "num_q_tokens", "num_pages", "num_indices"])
 def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
-            partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
+            partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
             sm_scale, logits_soft_cap, lse_scale, window_left, num_kv_heads, num_q_starts, num_q_tokens, num_pages, num_indices,
             stride_q_start, stride_q_token, stride_q_head,
             stride_k_page, stride_k_token, stride_k_head,
@@ -143,6 +144,7 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
     """PAGE_SIZE > 0: k and v are pages, found through kv_indices. PAGE_SIZE == 0: contiguous keys, the request's first at
     kv_start * stride_k_page. DENSE: q_start and kv_start count batch entries (stride_*_start, stride_*_page are batch strides);
     otherwise they count tokens, or entries of kv_indices, and stride_q_start == stride_q_token.
+    times_ptr: times of the segments (`device.clock`), or None.
     SAME_STRIDES: k and v have the same page and token strides, so their row offsets are computed once."""
     worker = tl.program_id(0)
     rows = tl.arange(0, BLOCK_M)
@@ -154,6 +156,7 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
         score_scale = sm_scale * LOG2E
     segment_end = tl.load(worker_indptr_ptr + worker + 1)
     for segment in range(tl.load(worker_indptr_ptr + worker), segment_end):
+        record(times_ptr, segment, START)
         row = segments_ptr + segment * SEGMENT_COLUMNS
         tile = tl.load(row)
         block_lo = tl.load(row + 1)
@@ -243,6 +246,7 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
             tl.store(partial_lse_ptr + slot_rows, lse2)
             finished = arrive(counters_ptr + counter, num_slots)
             if finished:
+                record(times_ptr, segment, MERGE)
                 acc, lse2 = _merge_partials(
                     partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, BLOCK_M, BLOCK_DV, 16
                 )
@@ -252,3 +256,4 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
             _store_rows(out_ptr, lse_ptr, acc, lse2, q_start, q_idx.to(tl.int64), head, rows_valid, lse_scale,
                         stride_o_start, stride_o_token, stride_o_head, stride_lse_start, stride_lse_token, stride_lse_head,
                         HEAD_DIM_V, BLOCK_DV, HAS_LSE)  # fmt: skip
+        record(times_ptr, segment, END)

@@ -29,6 +29,7 @@ from evenshare.attention.kernels.hopper_prefill import (
     _row_index,
     _valid_rows,
 )
+from evenshare.device.clock import END, KEYS, MERGE, START, record
 from evenshare.device.gluon import barrier
 
 SEGMENT_COLUMNS = gl.constexpr(8)  # schedule.plan
@@ -351,7 +352,7 @@ def _merge(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, rows, dims, BL
 
 @gluon.jit
 def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
-             partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
+             partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
              sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
              stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
              stride_lse_start, stride_lse_token, stride_lse_head,
@@ -390,6 +391,7 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
     phase = 0
     parity = 0
     for segment in range(segment_begin, segment_end):
+        record(times_ptr, segment, START)
         next_head, next_start, next_len, next_row, _start, next_kv_len, next_end, _blocks = _load_tile(
             segments_ptr, tiles_ptr, gl.minimum(segment + 1, last_segment), next_tile, heads_per_row
         )
@@ -426,6 +428,7 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
                      GROUP, HEAD_DIM, BLOCK_M, BLOCK_D, DENSE)  # fmt: skip
         key = (end - num_blocks) * BLOCK_N
         mbarrier.wait(k_full.index(stage), phase)
+        record(times_ptr, segment, KEYS)
         if GATHER:
             fence_async_shared()
         s_token = warpgroup_mma(k_bufs.index(stage), q, no_scores, use_acc=False, is_async=True)
@@ -498,6 +501,7 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
             barrier()
             finished = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_slots - 1
             if finished:
+                record(times_ptr, segment, MERGE)
                 gl.store(counter_ptr, 0)
                 acc, lse2 = _merge(
                     partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, rows, dims, BLOCK_M, BLOCK_DV, output
@@ -512,6 +516,7 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
                 offsets = q_start.to(gl.int64) * stride_lse_start + kv_head.to(gl.int64) * (GROUP * stride_lse_head)
                 offsets += token.to(gl.int64) * stride_lse_token + head.to(gl.int64) * stride_lse_head
                 gl.store(lse_ptr + offsets, lse2 * lse_scale, mask=valid)
+        record(times_ptr, segment, END)
         kv_head, q_start, qo_len, row_begin = next_head, next_start, next_len, next_row
         kv_len, end = next_kv_len, next_end
         parity ^= 1
@@ -522,7 +527,7 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
     do_not_specialize=["window_left", "heads_per_row", "num_q_starts", "num_q_tokens", "num_pages", "num_indices"]
 )
 def decode(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
-           partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
+           partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
            sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens, num_pages, num_indices,
            stride_q_start, stride_q_token, stride_q_head,
            stride_k_page, stride_k_token, stride_k_head,
@@ -533,7 +538,7 @@ def decode(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, seg
            GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr, HAS_LSE: gl.constexpr,
            BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOX: gl.constexpr,
            STAGES: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """Arguments as those of `hopper_prefill.prefill`; a tile is BLOCK_M packed rows: 8, or more of 16 at a time."""
+    """Arguments as those of `kernels.forward` and `hopper_prefill.prefill`; a tile is BLOCK_M packed rows: 8, or more of 16 at a time."""
     element: gl.constexpr = q_ptr.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_bufs = gl.allocate_shared_memory(element, [2, BLOCK_M, BLOCK_D], swizzled)
@@ -559,7 +564,7 @@ def decode(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, seg
     gl.warp_specialize(
         [
             (_consume, (q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
-                        partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
+                        partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
                         sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
                         stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
                         stride_lse_start, stride_lse_token, stride_lse_head,

@@ -173,7 +173,7 @@ def make_profile(schedule: Plan, times: torch.Tensor, costs: Costs, title: str) 
             start = max(start or 0, end)
             end = max(times[END.value] for times in consumers) - zero
             split = row[NUM_SLOTS] > 1
-            keys = None if keys is None else max(keys, start)
+            keys, merge = (None if time is None else max(time, start) for time in (keys, merge))
             segments.append(
                 Segment(worker, consumers[0][SM.value], row[TILE], row[BEGIN], row[END_ITERATION], split, start, keys, merge, end)
             )  # fmt: skip

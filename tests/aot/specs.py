@@ -158,6 +158,7 @@ def attention_specs() -> Iterator[Spec]:
     shared |= dict.fromkeys(("sm_scale", "logits_soft_cap", "lse_scale"), "fp32")
     plain = {"GROUP": 4, "PAGE_SIZE": 16, "DENSE": False, "SAME_STRIDES": True, "CAUSAL": True, "HAS_WINDOW": False,
              "HAS_SOFT_CAP": False, "HAS_LSE": True, "PRECISION": "ieee", "times_ptr": None}  # fmt: skip
+    scales = ("k_scale", "v_scale")
     # dtype, head dim, (block m, n), warps, stages, known spills, what differs from `plain`
     cases: list[tuple[str, int, tuple[int, int], int, int, int, dict[str, Any]]] = [
         ("bf16", 128, (16, 128), 4, 3, 36, {}),
@@ -176,21 +177,34 @@ def attention_specs() -> Iterator[Spec]:
         ("fp32", 128, (32, 32), 8, 2, 18, {}),
         ("fp32", 256, (32, 16), 8, 2, 0, {"HAS_SOFT_CAP": True}),
     ]
-    for dtype, dim, (block_m, block_n), num_warps, stages, known_spills, changed in cases:
+    fp8: list[tuple[str, int, tuple[int, int], int, int, int, dict[str, Any]]] = [
+        ("bf16", 128, (16, 128), 4, 3, 22, {}),
+        ("bf16", 256, (16, 64), 8, 2, 0, {"PAGE_SIZE": 1}),
+        ("fp16", 64, (32, 64), 4, 3, 0, {"HAS_SOFT_CAP": True}),
+        ("bf16", 128, (128, 64), 8, 3, 66, {"PAGE_SIZE": 0}),
+    ]
+    for number, (dtype, dim, (block_m, block_n), num_warps, stages, known_spills, changed) in enumerate([*cases, *fp8]):
+        keys = dtype if number < len(cases) else "fp8e4nv"
         block_d = 1 << (dim - 1).bit_length()
         constants = plain | {"HEAD_DIM": dim, "HEAD_DIM_V": dim, "BLOCK_D": block_d, "BLOCK_DV": block_d} | changed
         constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "NUM_STAGES": stages}
         details = ", ".join(f"{name.lower()}={value}" for name, value in changed.items())
+        types = shared | pointers(dtype, "q", "out") | pointers(keys, "k", "v")
+        if keys == dtype:
+            constants |= {f"{name}_ptr": None for name in scales}
+        else:
+            types |= pointers("fp32", *scales)
         yield Spec(
-            f"attention {dtype} D={dim} {block_m}x{block_n} {details}".strip(),
+            f"attention {dtype} {'' if keys == dtype else 'fp8 keys '}D={dim} {block_m}x{block_n} {details}".strip(),
             forward.forward,
             constants,
-            shared | pointers(dtype, "q", "k", "v", "out"),
+            types,
             ("stride_lse_head",),
             ("window_left", "num_kv_heads", "num_q_starts", "num_q_tokens", "num_pages", "num_indices"),
             num_warps,
             tensor_cores=dtype != "fp32",
             known_spills=known_spills,
+            architectures=(80, 90) if keys == dtype else (90,),
         )
 
 
@@ -208,18 +222,18 @@ def hopper_specs() -> Iterator[Spec]:
         ("bf16", 128, 128, 128, 2, 2, 16, 36, {"PAGE_SIZE": 16}),
         ("bf16", 128, 128, 128, 2, 2, 128, 36, {"PAGE_SIZE": 256, "HAS_WINDOW": True}),
         ("bf16", 128, 128, 128, 2, 2, 0, 36, {"PAGE_SIZE": 1}),
-        ("fp16", 72, 72, 128, 2, 2, 0, 36, {"GROUP": 7, "HAS_SOFT_CAP": True}),
+        ("fp16", 72, 72, 128, 2, 2, 0, 63, {"GROUP": 7, "HAS_SOFT_CAP": True}),
         ("fp16", 64, 64, 128, 2, 3, 64, 12, {"PAGE_SIZE": 64, "HAS_SOFT_CAP": True}),
-        ("bf16", 256, 256, 64, 1, 2, 64, 30, {}),
+        ("bf16", 256, 256, 64, 1, 2, 64, 47, {}),
         ("bf16", 192, 128, 64, 1, 2, 16, 12, {"PAGE_SIZE": 16}),
-        ("bf16", 256, 256, 64, 1, 2, 0, 151, {"PAGE_SIZE": 1}),
+        ("bf16", 256, 256, 64, 1, 2, 0, 184, {"PAGE_SIZE": 1}),
     ]
     for dtype, dim, dim_v, block_n, q_buffers, stages, box, known_spills, changed in cases:
         blocks = {f"BLOCK_{name}": max(1 << (size - 1).bit_length(), 64) for name, size in (("D", dim), ("DV", dim_v))}
         constants = plain | {"HEAD_DIM": dim, "HEAD_DIM_V": dim_v, "BLOCK_N": block_n, **blocks} | changed
         constants |= {"GATHER": box == 0, "BOX": box, "Q_BUFFERS": q_buffers, "STAGES": stages, "num_warps": 4}
         constants |= dict(
-            zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), (232, 40) if box else (216, 72), strict=True)
+            zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), (232, 40) if box else (224, 64), strict=True)
         )
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
         keys = f"tensordesc<{dtype}[1, 1, {box}, 64],{layout!r}>" if box else f"*{dtype}"

@@ -49,7 +49,6 @@ def test_window_edges(place: Place, window_left: int) -> None:
     check_paged(batch, place, page_size=3, window_left=window_left)
 
 
-@pytest.mark.xfail(strict=True, reason="positions less the window pass 32 bits")
 @pytest.mark.parametrize("lens", [((3, 1), (38, 17)), ((20,), (9,))])
 def test_the_widest_window(kernel_place: Place, lens: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     """2^31 - 1 keys, as one says for all of them: no sum or difference with it wraps."""

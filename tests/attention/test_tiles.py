@@ -125,22 +125,22 @@ def test_rows_that_hopper_cannot_copy_run_on_the_twin(monkeypatch: pytest.Monkey
             launch.ForwardLauncher, f"_bind_{name}", lambda *_, name=name: lambda *_: ran.append(name)
         )  # fmt: skip
     tile = choose_tile(BF16, 1000, HOPPER)
-    plan: Any = SimpleNamespace(num_workers=1, max_segments=1)
+    plan: Any = SimpleNamespace(num_workers=1)
     nothing: Any = None
-    forward = launch.ForwardLauncher(BF16, tile, plan, nothing, nothing, nothing)
+    forward = launch.ForwardLauncher(BF16, tile, plan, torch.zeros(1, 8), nothing, nothing)
     wide = torch.zeros(9, 8, 144, dtype=torch.bfloat16)
     odd = torch.zeros(9, 8, 129, dtype=torch.bfloat16)[..., :128]
     good, shifted = wide[..., 8:136], wide[..., 7:135]
     out = torch.zeros(9, 8, 128)
     for place in range(3):
         tensors = [good, good, good]
-        start = forward.bind(*tensors, out, None, 0, 1.0)
+        start = forward.bind(*tensors, out, None, (), 0, 1.0)
         for x, kernel in ((good, "hopper"), (shifted, "portable"), (good.clone(), "hopper")):
             tensors[place] = x
             start(*tensors, out)
             assert ran.pop() == kernel
         tensors[place] = odd
-        forward.bind(*tensors, out, None, 0, 1.0)(*tensors, out)
+        forward.bind(*tensors, out, None, (), 0, 1.0)(*tensors, out)
         assert ran.pop() == "portable"
     assert not ran
 

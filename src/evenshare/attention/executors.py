@@ -1,7 +1,7 @@
 """The two ways to run a plan: plain torch on the CPU, and the portable Triton kernels.
 
-Both plan a batch and `bind` a run: a function of (q, k, v, out, lse) for tensors laid out like those given, which serves until the
-sizes of the plan's metadata change.
+Both plan a batch and `bind` a run: a function of (q, k, v, out, lse), and then (k_scale, v_scale) if the keys are fp8, for tensors
+laid out like those given, which serves until the sizes of the plan's metadata change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from evenshare.attention import launch, reference
 from evenshare.attention.metadata import Batch, move, request_bounds
-from evenshare.attention.problem import Problem
+from evenshare.attention.problem import FP8, Problem
 from evenshare.attention.tiles import TILE_COLUMNS, choose_tile, max_row_tiles, tile_table
 from evenshare.device.target import Target
 from evenshare.device.workspace import Workspace, new_workspace
@@ -25,7 +25,8 @@ from evenshare.schedule import DevicePlanner, Plan, RaggedSpace, make_plan
 
 LN2 = math.log(2.0)
 DEFAULT_POLICY = "level_fill"
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+FP8_CAPABILITY = (8, 9)  # from which on Triton knows the type
+Run = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -61,18 +62,21 @@ class TorchExecutor:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor | None,
-        scale: float,
+        scales: tuple[torch.Tensor, ...],
+        lse_scale: float,
     ) -> Run:
-        return partial(self._run, scale)
+        return partial(self._run, lse_scale)
 
     def _run(
         self,
-        scale: float,
+        lse_scale: float,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
         problem = self.problem
         options: dict[str, Any] = {
@@ -80,6 +84,8 @@ class TorchExecutor:
             "window_left": problem.window_left,
             "sm_scale": problem.sm_scale,
             "logits_soft_cap": problem.logits_soft_cap or None,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
         }
         if self.batch.form == "dense":
             for b, kv_len in enumerate(self.kv_lens):
@@ -94,7 +100,7 @@ class TorchExecutor:
                 q, k, v, self.qo_indptr, self.page_lists, self.kv_lens, out=out, lse=lse, **options
             )
         if lse is not None:
-            lse *= scale / LN2
+            lse *= lse_scale / LN2
 
 
 class TritonExecutor:
@@ -103,6 +109,9 @@ class TritonExecutor:
     def __init__(self, problem: Problem, capacity: Capacity, target: Target, policy: str | None, planner: str) -> None:
         self.problem, self.target, self.planner = problem, target, planner
         device = target.device
+        if problem.fp8_kv and not target.interpreted and target.capability < FP8_CAPABILITY:
+            got, want = (".".join(map(str, c)) for c in (target.capability, FP8_CAPABILITY))
+            raise ValueError(f"kv_dtype: got {FP8} on a GPU of compute capability {got}, want {want} or newer")
         mean_qo_len = capacity.max_q_rows / max(capacity.max_batch, 1)
         self.tile = choose_tile(problem, mean_qo_len, target.capability, target.interpreted)
         self.policy = DEFAULT_POLICY if policy is None else policy
@@ -176,10 +185,15 @@ class TritonExecutor:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor | None,
-        scale: float,
+        scales: tuple[torch.Tensor, ...],
+        lse_scale: float,
     ) -> Run:
         assert self.forward is not None
         assert self.workspace is not None
-        start = self.forward.bind(q, k, v, out, lse, self.num_indices, scale)
+        start = self.forward.bind(q, k, v, out, lse, scales, self.num_indices, lse_scale)
         no_lse = self.workspace.partials
-        return lambda q, k, v, out, lse: start(q, k, v, out, no_lse if lse is None else lse, self.kv_indices)
+
+        def run(q: Any, k: Any, v: Any, out: Any, lse: Any, *scales: torch.Tensor) -> None:
+            start(q, k, v, out, no_lse if lse is None else lse, self.kv_indices, *scales)
+
+        return run

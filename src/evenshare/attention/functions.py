@@ -12,7 +12,7 @@ import torch
 from evenshare.attention.executors import Capacity
 from evenshare.attention.metadata import dense_batch
 from evenshare.attention.plan import AttentionPlan, plan_attention
-from evenshare.attention.problem import Problem, default_scale
+from evenshare.attention.problem import FP8, Problem, default_scale
 from evenshare.device.checks import check_is_tensor
 from evenshare.device.target import Target, select_target
 
@@ -28,6 +28,8 @@ def attention(
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     return_lse: bool = False,
     base: float = math.e,
     out: torch.Tensor | None = None,
@@ -42,6 +44,7 @@ def attention(
     D and Dv up to 256; any strides, but the last is 1.
     causal: bottom-right aligned: query i of n sees key j of m iff j <= m - n + i. window_left: keys to the left that a row
     sees, inclusive; -1: all. logits_soft_cap: cap * tanh(score / cap). sm_scale: None means 1 / sqrt(D).
+    Beside a 16-bit q, k and v may be float8_e4m3fn, codes that k_scale and v_scale multiply (`AttentionPlan.run`).
 
     Returns out, like q with Dv, or (out, lse) if `return_lse` or `lse` is given; lse is float32, the logarithm to `base`.
     A row without keys has out = 0 and lse = -inf.
@@ -67,13 +70,14 @@ def attention(
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
             dtype=q.dtype,
+            kv_dtype=_kv_dtype(k),
             base=base,
             max_q_rows=q.shape[0],
             device=q.device,
             backend=backend,
             debug=debug,
         )
-        return plan.run(q, k, v, out=out, lse=lse, return_lse=return_lse)
+        return plan.run(q, k, v, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=return_lse)
     target = select_target(q.device, backend)
     problem = Problem(
         q.shape[2],
@@ -86,12 +90,13 @@ def attention(
         window_left,
         logits_soft_cap or 0.0,
         default_scale(q.shape[3]) if sm_scale is None else sm_scale,
+        _kv_dtype(k),
     )
     stream = torch.cuda.current_stream(target.device).cuda_stream if target.device.type == "cuda" else 0
     make = _dense_plan.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else _dense_plan
     plan = make(problem, q.shape[0], q.shape[1], target, base, stream, threading.get_ident())
     plan.plan_dense(k.shape[1])
-    return plan.run(q, k, v, out=out, lse=lse, return_lse=return_lse)
+    return plan.run(q, k, v, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=return_lse)
 
 
 # A prefill's workspace is some 20 MB, so few are kept.
@@ -124,6 +129,8 @@ def paged_attention(
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     return_lse: bool = False,
     base: float = math.e,
     out: torch.Tensor | None = None,
@@ -136,6 +143,7 @@ def paged_attention(
     q: [total_q, Hq, D]. k_cache, v_cache: NHD [num_pages, page_size, Hkv, D] or HND [num_pages, Hkv, page_size, D], any page
     size from 1, any strides but the last. The page table is kv_indptr, kv_indices and last_page_len (FlashInfer's form) or
     block_table and kv_lens; see `plan_attention`, also for the options. qo_indptr None: one query token per request.
+    Beside a 16-bit q, the cache may be float8_e4m3fn, codes that k_scale and v_scale multiply (`AttentionPlan.run`).
 
     Returns out [total_q, Hq, Dv], or (out, lse [total_q, Hq]) if `return_lse` or `lse` is given.
     A row without keys has out = 0 and lse = -inf.
@@ -172,13 +180,18 @@ def paged_attention(
         logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale,
         dtype=q.dtype,
+        kv_dtype=_kv_dtype(k_cache),
         base=base,
         max_q_rows=q.shape[0],
         device=q.device,
         backend=backend,
         debug=debug,
     )
-    return plan.run(q, k_cache, v_cache, out=out, lse=lse, return_lse=return_lse)
+    return plan.run(q, k_cache, v_cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=return_lse)
+
+
+def _kv_dtype(k: torch.Tensor) -> torch.dtype | None:
+    return FP8 if k.dtype == FP8 else None  # any other is compared with q's
 
 
 def _check_dims(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_dims: int, kv_dims: int | None = None) -> None:

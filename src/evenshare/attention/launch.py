@@ -108,17 +108,19 @@ class ForwardLauncher:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+        scales: tuple[torch.Tensor, ...],
         num_indices: int,
         lse_scale: float,
     ) -> Launch:
-        """A launch for tensors laid out like these; it is called with (q, k, v, out, lse, kv_indices).
+        """A launch for tensors laid out like these; it is called with (q, k, v, out, lse, kv_indices, *scales).
 
         q, out: [tokens, Hq, D] or dense [B, S, Hq, D]; k, v: pages [num_pages, page_size, Hkv, D], [tokens, Hkv, D] or dense.
+        scales: k_scale and v_scale, of one element or one for each KV head, if k and v are fp8.
         Without lse or pages the call passes any other array, which the kernel does not touch.
         """
-        if self.plan.num_workers == 0 or self.plan.max_segments == 0 or out.numel() == 0:
+        if self.plan.num_workers == 0 or self.tiles.shape[0] == 0 or out.numel() == 0:
             return _launch_nothing
-        call = (q, k, v, out, lse, num_indices, lse_scale)
+        call = (q, k, v, out, lse, scales, num_indices, lse_scale)
         if self.tile.kernel == "forward":
             return self._bind_portable(self.tile, *call)
         portable = self._bind_portable(portable_twin(self.tile), *call)
@@ -141,12 +143,13 @@ class ForwardLauncher:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+        scales: tuple[torch.Tensor, ...],
         num_indices: int,
         lse_scale: float,
     ) -> Launch:
         launcher = get_launcher(
             forward_kernels.forward,
-            6,
+            6 + len(scales),
             **self._constants(tile, q, lse),
             SAME_STRIDES=k.stride()[:-2] == v.stride()[:-2],
             BLOCK_M=tile.block_m,
@@ -155,6 +158,8 @@ class ForwardLauncher:
             num_warps=tile.num_warps,
         )
         static = self._static(tile, q, k, v, out, lse, num_indices, lse_scale)
+        # Of 16-bit keys the kernel takes no scales, which costs nothing at run time.
+        static = (*static, *_scale_strides(scales)) if scales else (None, None, *static, 0, 0)
         return launcher.bind(q.device, (self.plan.num_workers,), static)
 
     def _bind_hopper(
@@ -164,6 +169,7 @@ class ForwardLauncher:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor | None,
+        scales: tuple[torch.Tensor, ...],
         num_indices: int,
         lse_scale: float,
     ) -> Launch:
@@ -178,7 +184,7 @@ class ForwardLauncher:
             launcher = get_launcher(hopper_decode.decode, 6, **constants, BLOCK_M=tile.block_m)
         else:
             # Of 65536: two groups of four warps consume; TMA takes one warp and few registers, gathering takes four.
-            registers = {"CONSUMER_REGISTERS": 232 if boxes else 216, "PRODUCER_REGISTERS": 40 if boxes else 72}
+            registers = {"CONSUMER_REGISTERS": 232 if boxes else 224, "PRODUCER_REGISTERS": 40 if boxes else 64}
             launcher = get_launcher(hopper_prefill.prefill, 6, **constants, **registers, Q_BUFFERS=tile.q_buffers)
         static = self._static(tile, q, k, v, out, lse, num_indices, lse_scale)
         return launcher.bind(q.device, (self.plan.num_workers,), static, boxes)
@@ -260,6 +266,11 @@ def _has_whole_pieces(t: torch.Tensor) -> bool:
 def _strides(t: torch.Tensor, batched: bool) -> tuple[int, ...]:
     strides = t.stride()
     return strides[:3] if batched else (strides[0], *strides[:2])
+
+
+def _scale_strides(scales: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    """From one KV head to the next."""
+    return tuple(0 if scale.numel() == 1 else scale.stride(0) for scale in scales)
 
 
 def _launch_nothing(*_: torch.Tensor | None) -> None:

@@ -10,16 +10,17 @@ import torch
 
 from evenshare.attention.executors import Capacity, Run, TorchExecutor, TritonExecutor
 from evenshare.attention.metadata import Batch, check_host_values, dense_batch, make_batch, move, request_bounds
-from evenshare.attention.problem import Problem, check_tensor, default_scale, lse_scale
+from evenshare.attention.problem import FP8, Problem, check_tensor, default_scale, lse_scale
 from evenshare.device.checks import check_is_tensor
 from evenshare.device.target import Target, select_target
 from evenshare.schedule.plan import Status
 from evenshare.schedule.policies import Policy
 
-MAX_LAYOUTS = 64  # of q, k, v, out and lse that a plan remembers
+MAX_LAYOUTS = 64  # of q, k, v, out, lse and scales that a plan remembers
+MAX_SCALES = 1024  # numbers that it keeps on the device
 STATUS_TEXTS = {
     Status.SEGMENTS_OVERFLOW: "more segments than the plan's capacity: nothing was computed",
-    Status.TILES_OVERFLOW: "more query rows than the plan's max_q_rows: the rows past it were not computed",
+    Status.TILES_OVERFLOW: "more query rows than the plan's max_q_rows: rows of the last requests were not computed",
     Status.BAD_LENGTHS: "an indptr that decreases or an impossible length: those requests were taken as empty",
     Status.BAD_INDEX: "a page or key index outside the cache: the rows that needed it are zero",
 }
@@ -55,6 +56,7 @@ class AttentionPlan:
         self._lse_scale = lse_scale(base)
         self._heads_first = problem.page_size > 0 and kv_layout == "HND"
         self._runs: dict[Any, Run] = {}  # by the extents of the metadata and the layouts of the tensors
+        self._scales: dict[float, torch.Tensor] = {}
         self._executor: TorchExecutor | TritonExecutor
         if target.backend == "cpu":
             self._executor = TorchExecutor(problem)
@@ -130,6 +132,8 @@ class AttentionPlan:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -139,21 +143,34 @@ class AttentionPlan:
         q: [total_q, Hq, D]. k, v: pages [num_pages, page_size, Hkv, D] (NHD) or [num_pages, Hkv, page_size, D] (HND), or ragged
         [total_kv, Hkv, D]. Any strides, but the last is 1. out: [total_q, Hq, Dv] of q's dtype; it may be q itself but
         must not overlap the inputs otherwise.
+        k_scale, v_scale: with float8_e4m3fn k and v, what their codes are multiplied by: a number, or float32 on the device, of one
+        element or [Hkv]; None: 1. Above 0; values on the device are not read by the host.
         lse: float32 [total_q, Hq], the logarithm to the plan's base. Rows of q past the last request are not computed.
 
         Returns out, or (out, lse) if `return_lse` or `lse` is given. A row without keys has out = 0 and lse = -inf. Never syncs.
         Raises ValueError or TypeError naming the argument, before anything is written.
         """
+        scales: tuple[torch.Tensor, ...] = ()
+        if self.problem.fp8_kv:
+            scales = self._on_device("k_scale", k_scale), self._on_device("v_scale", v_scale)
+        elif k_scale is not None or v_scale is not None:
+            name = "v_scale" if k_scale is None else "k_scale"
+            raise ValueError(
+                f"{name}: got a scale of {self.problem.dtype} keys and values, want None (or kv_dtype={FP8})"
+            )
         # What these tensors' layouts ask for is checked and bound once, for all layers and steps.
         try:
-            layouts = [(t.shape, t.stride(), t.dtype, t.device) if t is not None else None for t in (q, k, v, out, lse)]
+            layouts = [
+                (t.shape, t.stride(), t.dtype, t.device) if t is not None else None
+                for t in (q, k, v, out, lse, *scales)
+            ]
         except AttributeError:  # no tensor
-            self._check(q, k, v, out, lse)
+            self._check(q, k, v, out, lse, scales)
             raise
         key = (self._extents, return_lse, *layouts)
         run = self._runs.get(key)
         if run is None:
-            self._check(q, k, v, out, lse)
+            self._check(q, k, v, out, lse, scales)
         if self._heads_first:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         if out is None:
@@ -163,12 +180,38 @@ class AttentionPlan:
         if run is None:
             if len(self._runs) >= MAX_LAYOUTS:
                 self._runs.clear()
-            run = self._runs[key] = self._executor.bind(q, k, v, out, lse, self._lse_scale)
-        run(q, k, v, out, lse)
+            run = self._runs[key] = self._executor.bind(q, k, v, out, lse, scales, self._lse_scale)
+        run(q, k, v, out, lse, *scales)
         return out if lse is None else (out, lse)
 
+    def _on_device(self, name: str, scale: float | torch.Tensor | None) -> torch.Tensor:
+        """The scale as a tensor; a number's is made once and kept."""
+        if isinstance(scale, torch.Tensor):
+            return scale
+        value = 1.0 if scale is None else scale
+        if not isinstance(value, int | float):
+            raise TypeError(f"{name}: got {type(value).__name__}, want a number, a float32 tensor or None")
+        kept = self._scales.get(value)
+        if kept is not None:
+            return kept
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}: got {value}, want a finite number above 0")
+        device = self.target.device
+        made = torch.full((1,), value, dtype=torch.float32, device=device)
+        # One that a graph captures has no value before the first replay. None is ever dropped: a graph may read it.
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if len(self._scales) < MAX_SCALES and not capturing:
+            self._scales[value] = made
+        return made
+
     def _check(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        scales: tuple[torch.Tensor, ...],
     ) -> None:
         """Raise unless `run` can take these."""
         problem, device = self.problem, self.target.device
@@ -181,8 +224,12 @@ class AttentionPlan:
             leading = (None, problem.page_size)
         elif dense:
             leading = (self._batch.size, table_width)
-        check_tensor("k", k, (*leading, problem.num_kv_heads, problem.head_dim), problem.dtype, device)
-        check_tensor("v", v, (*k.shape[:-1], problem.head_dim_v), problem.dtype, device)
+        kv_dtype = problem.kv_dtype or problem.dtype
+        check_tensor("k", k, (*leading, problem.num_kv_heads, problem.head_dim), kv_dtype, device)
+        check_tensor("v", v, (*k.shape[:-1], problem.head_dim_v), kv_dtype, device)
+        for name, scale in zip(("k_scale", "v_scale"), scales, strict=False):
+            shape = () if scale.dim() == 0 else (1 if scale.numel() == 1 else problem.num_kv_heads,)
+            check_tensor(name, scale, shape, torch.float32, device, unit_stride=False)
         if out is not None:
             check_tensor("out", out, (*q.shape[:-1], problem.head_dim_v), problem.dtype, device)
         if lse is not None:
@@ -246,6 +293,7 @@ def plan_attention(
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
     base: float = math.e,
     max_batch: int | None = None,
     max_q_rows: int | None = None,
@@ -265,6 +313,7 @@ def plan_attention(
     page_size: keys of a page, any number from 1; wanted with pages. kv_layout: "NHD" or "HND", the order inside a page.
     causal: bottom-right aligned. window_left: keys to the left that a row sees, inclusive; -1: all.
     logits_soft_cap: cap * tanh(score / cap); None: off. sm_scale: None means 1 / sqrt(head_dim). base: of the lse.
+    dtype: of q and the output. kv_dtype: of k and v: None (dtype) or, if dtype is 16-bit, float8_e4m3fn; see `run` for scales.
     max_batch: capacity in requests, for later updates; None: those of this batch.
     max_q_rows: capacity in query tokens; wanted if qo_indptr is on a GPU, whose values are never read.
     max_kv_len: capacity in keys per request; wanted for batch_invariant if the metadata is on a GPU.
@@ -321,6 +370,7 @@ def plan_attention(
         window_left,
         logits_soft_cap or 0.0,
         default_scale(head_dim) if sm_scale is None else sm_scale,
+        kv_dtype,
     )
     on_host = batch.device.type == "cpu"
     if on_host:

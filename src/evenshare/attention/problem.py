@@ -10,7 +10,9 @@ import torch
 from evenshare.device.checks import check_is_tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = torch.float8_e4m3fn  # of keys and values, each a code times a scale
 MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
+MAX_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,13 @@ class Problem:
     num_kv_heads: int
     head_dim: int  # of q and k
     head_dim_v: int  # of v and the output
-    dtype: torch.dtype  # of q, k, v and the output
+    dtype: torch.dtype  # of q and the output
     page_size: int = 0  # 0: contiguous keys
     causal: bool = False
     window_left: int = -1  # keys to the left that a row sees, inclusive; -1: all
     logits_soft_cap: float = 0.0  # 0: off
     sm_scale: float = 1.0
+    kv_dtype: torch.dtype | None = None  # of k and v: FP8 or, None, dtype
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_v", "page_size", "window_left"):
@@ -45,14 +48,23 @@ class Problem:
                 raise ValueError(f"{name}: got {dim}, want {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
         if self.dtype not in DTYPES:
             raise TypeError(f"dtype of q, k, v: got {self.dtype}, want one of {', '.join(map(str, DTYPES))}")
+        if self.kv_dtype not in (None, self.dtype) and (self.kv_dtype, self.dtype.itemsize) != (FP8, 2):
+            also = f" or {FP8}" if self.dtype.itemsize == 2 else ""
+            raise TypeError(f"kv_dtype: got {self.kv_dtype}, want {self.dtype}{also}")
         if self.page_size < 0:
             raise ValueError(f"page_size: got {self.page_size}, want 1 or more")
         if self.window_left < -1:
             raise ValueError(f"window_left: got {self.window_left}, want -1 (off) or a count of keys >= 0")
+        # Longer windows reach every key, and sums of a window and a length must not pass 2^31.
+        object.__setattr__(self, "window_left", min(self.window_left, MAX_WINDOW))
         if not (self.logits_soft_cap >= 0 and math.isfinite(self.logits_soft_cap)):
             raise ValueError(f"logits_soft_cap: got {self.logits_soft_cap}, want a finite number >= 0 (0 or None: off)")
         if not math.isfinite(self.sm_scale):
             raise ValueError(f"sm_scale: got {self.sm_scale}, want a finite number")
+
+    @property
+    def fp8_kv(self) -> bool:
+        return self.kv_dtype == FP8
 
     @property
     def group_size(self) -> int:

@@ -8,7 +8,7 @@ formula serves the others: 16-bit inputs are widened to fp32, so only the final 
 
 Masks never meet an empty row: rows without keys are written first (o = 0, lse = -inf) and taken out, so no NaN can
 arise from them. Keys outside every row's range are sliced away, not masked, and keys past a request's length are never
-used.
+used. float8_e4m3fn keys and values go through the formula, widened and scaled.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class _Rule(NamedTuple):
     window_left: int
     logits_soft_cap: float | None
     sm_scale: float
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
     compute_dtype: torch.dtype | None
 
 
@@ -44,6 +46,8 @@ def ragged_attention(
     sm_scale: float,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> None:
     """Write the attention of every request of a ragged batch into `out` (and `lse`).
@@ -52,9 +56,10 @@ def ragged_attention(
     [qo_indptr[r], qo_indptr[r + 1]) and the keys [kv_indptr[r], kv_indptr[r + 1]); both are trusted.
     out: [total_q, Hq, Dv], any strides; rows that no request owns become 0.
     lse: float32 [total_q, Hq], natural logarithm, or None.
+    k_scale, v_scale: factors of k and v, one or one for each KV head, if these are float8_e4m3fn; None: 1.
     compute_dtype: None computes as the module says; torch.float64 is the oracle.
     """
-    rule = _Rule(causal, window_left, logits_soft_cap, sm_scale, compute_dtype)
+    rule = _Rule(causal, window_left, logits_soft_cap, sm_scale, k_scale, v_scale, compute_dtype)
     _clear_unowned_rows(out, lse, qo_indptr)
     for r in range(len(qo_indptr) - 1):
         rows, keys = slice(qo_indptr[r], qo_indptr[r + 1]), slice(kv_indptr[r], kv_indptr[r + 1])
@@ -75,6 +80,8 @@ def paged_attention(
     sm_scale: float,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> None:
     """`ragged_attention` with keys in pages.
@@ -86,7 +93,7 @@ def paged_attention(
 
     Raises ValueError, before anything is written, if a needed page is outside the cache.
     """
-    rule = _Rule(causal, window_left, logits_soft_cap, sm_scale, compute_dtype)
+    rule = _Rule(causal, window_left, logits_soft_cap, sm_scale, k_scale, v_scale, compute_dtype)
     num_pages, page_size = k_cache.shape[0], k_cache.shape[1]
     pages = [
         _needed_pages(page_lists[r], -(-kv_len // page_size), num_pages, request=r) for r, kv_len in enumerate(kv_lens)
@@ -140,11 +147,15 @@ def _request(
 ) -> None:
     """One request: q [n, Hq, D], k [m, Hkv, D], v [m, Hkv, Dv] -> out [n, Hq, Dv], lse [n, Hq]."""
     num_rows, num_keys = q.shape[0], k.shape[0]
+    fp8 = k.dtype == torch.float8_e4m3fn
+    if fp8:
+        dtype = rule.compute_dtype or torch.float32
+        k, v = _dequantize(k, rule.k_scale, dtype), _dequantize(v, rule.v_scale, dtype)
     shift = num_keys - num_rows  # bottom-right aligned: the last key that row i sees, if causal, is shift + i
     empty = num_rows if num_keys == 0 else min(num_rows, max(0, -shift)) if rule.causal else 0
     if empty:
         _clear_rows(out[:empty], None if lse is None else lse[:empty])
-    explicit = lse is not None or bool(rule.logits_soft_cap) or rule.compute_dtype is not None
+    explicit = lse is not None or bool(rule.logits_soft_cap) or rule.compute_dtype is not None or fp8
     windowed = 0 <= rule.window_left < num_keys - 1
     if rule.causal and not (explicit or windowed) and num_rows - empty == num_keys > 1:
         return _fused_square_causal(q[empty:], k, v, out[empty:], rule.sm_scale)
@@ -159,6 +170,11 @@ def _request(
             _formula(q[rows], keys, values, mask, rule, out[rows], None if lse is None else lse[rows])
         else:
             _fused(q[rows], keys, values, mask, out[rows], rule.sm_scale)
+
+
+def _dequantize(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    x = x.to(dtype)
+    return x if scale is None else x * scale.to(dtype).view(-1, 1)
 
 
 def _mask(rows: range, keys: range, rule: _Rule, device: torch.device) -> torch.Tensor | None:

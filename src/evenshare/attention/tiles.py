@@ -53,6 +53,7 @@ def runs_on_hopper(problem: Problem, capability: tuple[int, int]) -> bool:
     return (
         capability == (9, 0)
         and problem.dtype in (torch.float16, torch.bfloat16)
+        and not problem.fp8_kv
         and problem.head_dim % 8 == 0
         and problem.head_dim_v % 8 == 0
         and problem.sm_scale > 0
@@ -62,8 +63,8 @@ def runs_on_hopper(problem: Problem, capability: tuple[int, int]) -> bool:
 def _prefill_tile(problem: Problem) -> TileConfig:
     """Shared memory (227 KB): 128 rows of q, once or twice, and num_stages blocks of K and V, dims padded to a power of two.
 
-    Between the last block of a tile and the second of the next the tensor cores have next to nothing to do: 5800 cycles, of which an
-    iteration takes 2640 (H200, D = 128).
+    Between the last block of a tile and the second of the next the tensor cores have next to nothing to do for some 5800 cycles;
+    an iteration takes 2640 (H200, D = 128).
     """
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > 128:

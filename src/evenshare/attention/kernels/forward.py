@@ -4,6 +4,8 @@ A tile is BLOCK_M packed rows of one request and one KV head: row p of a request
 kv_head * GROUP + p % GROUP, so the query heads of one KV head share every key that is loaded (FlashInfer, section 3.2).
 An iteration is BLOCK_N keys. Softmax runs in base 2 (FlashAttention-2's order of operations); a partial is (o, lse) in fp32.
 
+fp8 keys and values become numbers of q's type, exactly; the scale of k joins the scores', that of v the output's.
+
 A partial whose request points outside the cache carries lse = +inf: the merge turns the tile into o = 0, lse = -inf.
 """
 
@@ -108,6 +110,9 @@ def _attend(q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_st
     v_mask = readable[:, None] & (dv < HEAD_DIM_V)[None, :]
     k = tl.load(k_ptr + k_head + k_rows[None, :] + d[:, None], mask=k_mask, other=0.0)
     v = tl.load(v_ptr + v_head + v_rows[:, None] + dv[None, :], mask=v_mask, other=0.0)
+    if k_ptr.dtype.element_ty != q.dtype:
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
     s = tl.dot(q, k, input_precision=PRECISION) * score_scale
     if HAS_SOFT_CAP:
         s = (logits_soft_cap * LOG2E) * _tanh(s)  # the softmax is in base 2
@@ -128,15 +133,16 @@ def _attend(q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_st
 
 
 # Sizes of the batch are not specialised on: no compilation for a batch of one, or of a multiple of 16.
-@triton.jit(do_not_specialize=["window_left", "num_q_starts", "num_q_tokens", "num_pages", "num_indices"])
-def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+@triton.jit(do_not_specialize=["window_left", "num_q_starts", "num_q_tokens", "num_pages", "num_indices",
+                                 "stride_k_scale", "stride_v_scale"])  # fmt: skip
+def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
             partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
             sm_scale, logits_soft_cap, lse_scale, window_left, num_kv_heads, num_q_starts, num_q_tokens, num_pages, num_indices,
             stride_q_start, stride_q_token, stride_q_head,
             stride_k_page, stride_k_token, stride_k_head,
             stride_v_page, stride_v_token, stride_v_head,
             stride_o_start, stride_o_token, stride_o_head,
-            stride_lse_start, stride_lse_token, stride_lse_head,
+            stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
             GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr, DENSE: tl.constexpr,
             SAME_STRIDES: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_LSE: tl.constexpr,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -145,6 +151,7 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
     kv_start * stride_k_page. DENSE: q_start and kv_start count batch entries (stride_*_start, stride_*_page are batch strides);
     otherwise they count tokens, or entries of kv_indices, and stride_q_start == stride_q_token.
     times_ptr: times of the segments (`device.clock`), or None.
+    k_scale_ptr, v_scale_ptr: fp32, one for each KV head or, with stride 0, for all; None: k and v have q's dtype.
     SAME_STRIDES: k and v have the same page and token strides, so their row offsets are computed once."""
     worker = tl.program_id(0)
     rows = tl.arange(0, BLOCK_M)
@@ -215,18 +222,21 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
         bad = tl.zeros([BLOCK_N], tl.int32)
         k_head = kv_head * stride_k_head
         v_head = kv_head * stride_v_head
+        head_scale = score_scale
+        if k_scale_ptr is not None:
+            head_scale *= tl.load(k_scale_ptr + kv_head * stride_k_scale)
         if TWO_LOOPS:
             for block in tl.range(begin, whole_end, num_stages=NUM_STAGES):
                 peak, total, acc, bad = _attend(
                     q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_start, kv_len, readable_len, num_pages, last_key,
-                    score_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page,
+                    head_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page,
                     stride_v_token, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, SAME_STRIDES, False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
                     BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
                 )  # fmt: skip
         for block in tl.range(whole_end, end, num_stages=1 if TWO_LOOPS else NUM_STAGES):
             peak, total, acc, bad = _attend(
                 q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_start, kv_len, readable_len, num_pages, last_key,
-                score_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page,
+                head_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page,
                 stride_v_token, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, SAME_STRIDES, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
                 BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
             )  # fmt: skip
@@ -235,7 +245,10 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr
         if is_bad:
             tl.atomic_or(status_ptr, BAD_INDEX)
         safe = tl.where(total == 0.0, 1.0, total)
-        acc = tl.where(is_bad, 0.0, acc / safe[:, None])
+        acc = acc / safe[:, None]
+        if v_scale_ptr is not None:
+            acc *= tl.load(v_scale_ptr + kv_head * stride_v_scale)
+        acc = tl.where(is_bad, 0.0, acc)
         lse2 = tl.where(total == 0.0, NEG_INF, peak + tl.log2(safe))
 
         finished = num_slots == 1

@@ -78,7 +78,9 @@ def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr
             page_end = (gl.minimum(readable, end * BLOCK_N) + PAGE_SIZE - 1) // PAGE_SIZE
             ids, bad = _load_window(kv_indices_ptr, kv_start, base, page_end, num_pages, layout)
             next_ids, next_bad = _load_window(kv_indices_ptr, kv_start, base + WINDOW, page_end, num_pages, layout)
-            bad |= (readable < kv_len).to(gl.int32)
+        else:
+            bad = gl.full([WINDOW], 0, gl.int32, layout)
+        bad |= (readable < kv_len).to(gl.int32)
         for i in range(num_blocks):
             pages = ()
             for b in gl.static_range(BLOCK_N // BOX):
@@ -91,11 +93,8 @@ def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr
                     page = 0
                 pages = pages + (page,)
             mbarrier.wait(k_empty.index(stage), phase)
-            if PAGE_SIZE > 0:
-                if i == num_blocks - 1:
-                    flags.index((segment - segment_begin) % FLAGS).store(
-                        gl.full([1], 0, gl.int32, layout) | gl.max(bad, 0)
-                    )
+            if i == num_blocks - 1:
+                flags.index((segment - segment_begin) % FLAGS).store(gl.full([1], 0, gl.int32, layout) | gl.max(bad, 0))
             mbarrier.expect(k_full.index(stage), BLOCK_N * PANELS * PANEL * element_bytes)
             for b in gl.static_range(BLOCK_N // BOX):
                 if PAGE_SIZE > 0:
@@ -228,11 +227,8 @@ def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_pt
                 )
             mbarrier.wait(k_empty.index(stage), phase)
             if i == num_blocks - 1:
-                if PAGE_SIZE > 0:
-                    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-                    flags.index((segment - segment_begin) % FLAGS).store(
-                        gl.full([1], 0, gl.int32, one) | gl.max(bad, 0)
-                    )
+                one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+                flags.index((segment - segment_begin) % FLAGS).store(gl.full([1], 0, gl.int32, one) | gl.max(bad, 0))
             _copy_rows(k_bufs.index(stage), k_full.index(stage), k_head, rows, valid, HEAD_DIM, BLOCK_D, layout)
             mbarrier.wait(v_empty.index(stage), phase)
             rows_v = gl.convert_layout(rows_v, index_v)
@@ -357,7 +353,7 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
              stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
              stride_lse_start, stride_lse_token, stride_lse_head,
              q_bufs, p_buf, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
-             GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGED: gl.constexpr, DENSE: gl.constexpr,
+             GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, DENSE: gl.constexpr,
              GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr, HAS_LSE: gl.constexpr,
              BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     scores: gl.constexpr = gl.NVMMADistributedLayout(
@@ -410,8 +406,7 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
         else:
             last = gl.zeros_like(last_key) + (kv_len - 1)
         if HAS_WINDOW:
-            # Longer windows than 2^30 reach every key; the sum must not pass 2^31.
-            first_seen = last_key - gl.minimum(window_left, 1 << 30)
+            first_seen = last_key - window_left
         else:
             first_seen = last_key
         peak = gl.full([BLOCK_M], NEG_INF, gl.float32, by_row)
@@ -478,19 +473,17 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
         mbarrier.arrive(v_empty.index(stage), count=1)
         stage, phase = _next(stage, phase, STAGES)
 
-        if PAGED:
-            one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            is_bad = gl.max(flags.index((segment - segment_begin) % FLAGS).load(one), 0) > 0
-            if is_bad:
-                gl.atomic_or(status_ptr, BAD_INDEX)
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        is_bad = gl.max(flags.index((segment - segment_begin) % FLAGS).load(one), 0) > 0
+        if is_bad:
+            gl.atomic_or(status_ptr, BAD_INDEX)
         total = gl.sum(sums, 0)
         safe = gl.where(total == 0.0, 1.0, total)
         lse2 = gl.where(total == 0.0, NEG_INF, peak + gl.log2(safe))
         acc = acc * (1.0 / safe).expand_dims(0)
         finished = num_slots == 1
-        if PAGED:
-            acc = gl.where(is_bad, 0.0, acc)
-            lse2 = gl.where(is_bad, gl.where(finished, NEG_INF, POS_INF), lse2)
+        acc = gl.where(is_bad, 0.0, acc)
+        lse2 = gl.where(is_bad, gl.where(finished, NEG_INF, POS_INF), lse2)
         if num_slots > 1:
             own = slot.to(gl.int64)
             gl.store(
@@ -559,7 +552,6 @@ def decode(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, seg
         mbarrier.init(v_full.index(i), count=arrivals)
         mbarrier.init(v_empty.index(i), count=1)
     fence_async_shared()
-    PAGED: gl.constexpr = PAGE_SIZE > 0
     PRODUCER_WARPS: gl.constexpr = 4 if GATHER else 1
     gl.warp_specialize(
         [
@@ -569,7 +561,7 @@ def decode(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, seg
                         stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
                         stride_lse_start, stride_lse_token, stride_lse_head,
                         q_bufs, p_buf, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
-                        GROUP, HEAD_DIM, HEAD_DIM_V, PAGED, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
+                        GROUP, HEAD_DIM, HEAD_DIM_V, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
                         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES)),
             (_produce, (k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
                         heads_per_row, num_pages, num_indices, stride_k_page, stride_k_token, stride_k_head,

@@ -102,9 +102,8 @@ def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr
                     ids = ids + (page,)
             mbarrier.wait(k_empty.index(stage), phase)
             if i == num_blocks - 1:
-                if PAGE_SIZE > 0:
-                    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-                    flags.index((segment - segment_begin) % FLAGS).store(gl.full([1], bad, gl.int32, layout))
+                layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+                flags.index((segment - segment_begin) % FLAGS).store(gl.full([1], bad, gl.int32, layout))
             mbarrier.expect(k_full.index(stage), BLOCK_N * PANELS * PANEL * element_bytes)
             for b in gl.static_range(BLOCK_N // BOX):
                 if PAGE_SIZE > 0:
@@ -202,10 +201,9 @@ def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_pt
                     k_bufs, stage, k_full, k_ptr + k_head, rows, valid, HEAD_DIM, BLOCK_D, CHUNK, chunk, layout
                 )
             if i == num_blocks - 1:
-                if PAGE_SIZE > 0:
-                    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-                    found = gl.full([1], 0, gl.int32, one) | gl.max(bad, 0)
-                    flags.index((segment - segment_begin) % FLAGS).store(found)
+                one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+                found = gl.full([1], 0, gl.int32, one) | gl.max(bad, 0)
+                flags.index((segment - segment_begin) % FLAGS).store(found)
             async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
             mbarrier.wait(v_empty.index(stage), phase)
             for chunk in gl.static_range(BLOCK_N // CHUNK):
@@ -466,7 +464,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
              stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
              stride_lse_start, stride_lse_token, stride_lse_head,
              q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
-             GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGED: gl.constexpr, DENSE: gl.constexpr,
+             GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, DENSE: gl.constexpr,
              GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
              HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
              Q_BUFFERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
@@ -528,8 +526,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
             whole = kv_len // BLOCK_N
         if HAS_WINDOW:
             whole = 0
-            # Longer windows than 2^30 reach every key; the sum must not pass 2^31.
-            first_seen = last_key - gl.minimum(window_left, 1 << 30)
+            first_seen = last_key - window_left
         else:
             first_seen = last_key
         peak = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, scores))
@@ -548,16 +545,16 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
         if GATHER:
             fence_async_shared()
         s_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), no_scores, use_acc=False, is_async=True)
-        if Q_BUFFERS == 2:
-            if segment + 1 < segment_end:
-                _fetch_q(q_ptr, q_bufs.index(next_buffer * Q_STEP), next_head, next_start, next_len, next_row + half * ROWS,
-                         num_q_starts, num_q_tokens, stride_q_start, stride_q_token, stride_q_head,
-                         GROUP, HEAD_DIM, BLOCK_D, DENSE)  # fmt: skip
         s = warpgroup_mma_wait(0, (s_token,))
         mbarrier.arrive(k_empty.index(stage), count=1)
         p, peak, total, _factor = _softmax(s, peak, total, key, last, first_seen, score_scale, cap_log2e,
                                      True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores)  # fmt: skip
         p = _pack(p, element)
+        if Q_BUFFERS == 2:
+            if segment + 1 < segment_end:
+                _fetch_q(q_ptr, q_bufs.index(next_buffer * Q_STEP), next_head, next_start, next_len, next_row + half * ROWS,
+                         num_q_starts, num_q_tokens, stride_q_start, stride_q_token, stride_q_head,
+                         GROUP, HEAD_DIM, BLOCK_D, DENSE)  # fmt: skip
         if not GATHER:
             if key + BLOCK_N > kv_len:
                 mbarrier.wait(v_full.index(stage), phase)
@@ -585,11 +582,10 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
         mbarrier.arrive(v_empty.index(stage), count=1)
         stage, phase = _next(stage, phase, STAGES)
 
-        if PAGED:
-            one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            is_bad = gl.max(flags.index((segment - segment_begin) % FLAGS).load(one), 0) > 0
-            if is_bad:
-                gl.atomic_or(status_ptr, BAD_INDEX)
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        is_bad = gl.max(flags.index((segment - segment_begin) % FLAGS).load(one), 0) > 0
+        if is_bad:
+            gl.atomic_or(status_ptr, BAD_INDEX)
         o_rows = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, output))
         dims = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, output))
         safe = gl.where(total == 0.0, 1.0, total)
@@ -597,9 +593,8 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
         scale = gl.convert_layout(1.0 / safe, gl.SliceLayout(1, output))
         acc = acc * scale.expand_dims(1)
         finished = num_slots == 1
-        if PAGED:
-            acc = gl.where(is_bad, 0.0, acc)
-            lse2 = gl.where(is_bad, gl.where(finished, NEG_INF, POS_INF), lse2)
+        acc = gl.where(is_bad, 0.0, acc)
+        lse2 = gl.where(is_bad, gl.where(finished, NEG_INF, POS_INF), lse2)
         if num_slots > 1:
             slot_rows = slot.to(gl.int64) * BLOCK_M + o_rows
             gl.store(partial_o_ptr + slot_rows.expand_dims(1) * BLOCK_DV + dims.expand_dims(0), acc)
@@ -675,7 +670,6 @@ def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, se
     fence_async_shared()
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
-    PAGED: gl.constexpr = PAGE_SIZE > 0
     PRODUCER_WARPS: gl.constexpr = 4 if GATHER else 1
     gl.warp_specialize(
         [
@@ -686,7 +680,7 @@ def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, se
                      stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
                      stride_lse_start, stride_lse_token, stride_lse_head,
                      q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
-                     GROUP, HEAD_DIM, HEAD_DIM_V, PAGED, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
+                     GROUP, HEAD_DIM, HEAD_DIM_V, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
                      BLOCK_N, BLOCK_D, BLOCK_DV, Q_BUFFERS, STAGES)),
             (_consume, (SECOND,
                      q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
@@ -695,7 +689,7 @@ def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, se
                      stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
                      stride_lse_start, stride_lse_token, stride_lse_head,
                      q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
-                     GROUP, HEAD_DIM, HEAD_DIM_V, PAGED, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
+                     GROUP, HEAD_DIM, HEAD_DIM_V, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
                      BLOCK_N, BLOCK_D, BLOCK_DV, Q_BUFFERS, STAGES)),
             (_produce, (k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
                         heads_per_row, num_pages, num_indices, stride_k_page, stride_k_token, stride_k_head,

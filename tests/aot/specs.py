@@ -213,7 +213,7 @@ def hopper_specs() -> Iterator[Spec]:
     shared = pointers("fp32", "lse", "partial_o", "partial_lse")
     shared |= pointers("i32", "kv_indices", "worker_indptr", "segments", "tiles", "counters", "status")
     shared |= dict.fromkeys(("sm_scale", "logits_soft_cap", "lse_scale"), "fp32")
-    plain = {"GROUP": 4, "PAGE_SIZE": 0, "DENSE": False}
+    plain = {"GROUP": 4, "PAGE_SIZE": 0, "DENSE": False, "times_ptr": None}
     plain |= {"CAUSAL": True, "HAS_WINDOW": False, "HAS_SOFT_CAP": False, "HAS_LSE": True}
     # dtype, head dims of k and v, block n, q buffers, stages, keys of a box (0: gathered), known spills, what differs from `plain`
     cases: list[tuple[str, int, int, int, int, int, int, int, dict[str, Any]]] = [
@@ -369,7 +369,7 @@ def all_specs() -> list[Spec]:
         *attention_specs(),
         *hopper_specs(),
         *decode_specs(),
-        *(profiled(next(specs())) for specs in (attention_specs, decode_specs)),
+        *(profiled(next(specs())) for specs in (attention_specs, hopper_specs, decode_specs)),
         *merge_specs(),
         *small_specs(),
     ]

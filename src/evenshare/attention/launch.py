@@ -229,7 +229,7 @@ class ForwardLauncher:
             partial_lse if plan.max_slots else partial_o,
             workspace.counters,
             self.status,
-            *([] if tile.kernel == "hopper_prefill" else [self.times]),
+            self.times,
             problem.sm_scale,
             problem.logits_soft_cap,
             lse_scale,

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from evenshare.device.clock import END, KEYS, MERGE, START, record
 from evenshare.device.gluon import barrier
 
 SEGMENT_COLUMNS = gl.constexpr(8)  # schedule.plan
@@ -459,7 +460,7 @@ def _merge(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, rows, dims, BL
 
 @gluon.jit
 def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
-             partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
+             partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
              sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
              stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
              stride_lse_start, stride_lse_token, stride_lse_head,
@@ -504,6 +505,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
     parity = 0
     turn = half ^ 1  # the first consumer begins
     for segment in range(segment_begin, segment_end):
+        record(times_ptr, segment, START, half)
         next_head, next_start, next_len, next_row, _start, next_kv_len, next_end, _blocks = _load_tile(
             segments_ptr, tiles_ptr, gl.minimum(segment + 1, last_segment), next_tile, heads_per_row
         )
@@ -542,6 +544,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
         q = q_bufs.index(buffer * Q_STEP)
         key = (end - 1) * BLOCK_N
         mbarrier.wait(k_full.index(stage), phase)
+        record(times_ptr, segment, KEYS, half)
         if GATHER:
             fence_async_shared()
         s_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), no_scores, use_acc=False, is_async=True)
@@ -603,6 +606,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
             barrier()
             finished = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_slots - 1
             if finished:
+                record(times_ptr, segment, MERGE, half)
                 gl.store(counter_ptr, 0)
                 acc, lse2 = _merge(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, o_rows, dims,
                                    BLOCK_M, BLOCK_DV, output)  # fmt: skip
@@ -612,6 +616,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
             if HAS_LSE:
                 _store_lse(lse_ptr, lse2 * lse_scale, o_rows, kv_head, q_start, qo_len, row_begin, num_q_starts, num_q_tokens,
                            stride_lse_start, stride_lse_token, stride_lse_head, GROUP, DENSE)  # fmt: skip
+        record(times_ptr, segment, END, half)
         if Q_BUFFERS == 1:
             if segment + 1 < segment_end:
                 barrier()
@@ -628,7 +633,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
     do_not_specialize=["window_left", "heads_per_row", "num_q_starts", "num_q_tokens", "num_pages", "num_indices"]
 )
 def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
-            partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
+            partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
             sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens, num_pages, num_indices,
             stride_q_start, stride_q_token, stride_q_head,
             stride_k_page, stride_k_token, stride_k_head,
@@ -675,7 +680,7 @@ def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, se
         [
             (_consume, (FIRST,
                      q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
-                     partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
+                     partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
                      sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
                      stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
                      stride_lse_start, stride_lse_token, stride_lse_head,
@@ -684,7 +689,7 @@ def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, se
                      BLOCK_N, BLOCK_D, BLOCK_DV, Q_BUFFERS, STAGES)),
             (_consume, (SECOND,
                      q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
-                     partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
+                     partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
                      sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
                      stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
                      stride_lse_start, stride_lse_token, stride_lse_head,

@@ -183,7 +183,7 @@ def make_profile(schedule: Plan, times: torch.Tensor, costs: Costs, title: str) 
 def costs_of(problem: Problem, tile: TileConfig) -> Costs:
     """The planner's overhead; storing a partial is half of its price of a cut, merging one what reading its bytes takes, if those
     of keys and values take an iteration."""
-    block_bytes = tile.block_n * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    block_bytes = tile.block_n * (problem.head_dim + problem.head_dim_v) * (problem.kv_dtype or problem.dtype).itemsize
     return Costs(tile.overhead, tile.cut_cost / 2, 4 * partial_elements(problem, tile) / block_bytes)
 
 

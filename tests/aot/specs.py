@@ -12,7 +12,7 @@ from typing import Any
 
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from evenshare.attention.kernels import forward, hopper_decode, hopper_prefill, merge, tile_table
+from evenshare.attention.kernels import forward, hopper_decode, hopper_decode_fp8, hopper_prefill, merge, tile_table
 from evenshare.device import epilogue
 from evenshare.gemm.kernels import matmul
 from evenshare.ops.kernels import append
@@ -287,6 +287,47 @@ def decode_specs() -> Iterator[Spec]:
         )
 
 
+def fp8_decode_specs() -> Iterator[Spec]:
+    """The Hopper kernel for few rows and fp8 keys."""
+    shared = pointers("fp32", "lse", "partial_o", "partial_lse", "k_scale", "v_scale")
+    shared |= pointers("i32", "kv_indices", "worker_indptr", "segments", "tiles", "counters", "status")
+    shared |= dict.fromkeys(("sm_scale", "logits_soft_cap", "lse_scale"), "fp32")
+    plain = {"GROUP": 8, "PAGE_SIZE": 16, "DENSE": False, "times_ptr": None}
+    plain |= {"CAUSAL": True, "HAS_WINDOW": False, "HAS_SOFT_CAP": False, "HAS_LSE": True}
+    # dtype, head dims of k and v, rows, keys, stages, keys of a box (0: gathered), known spills, what differs from `plain`
+    cases: list[tuple[str, int, int, int, int, int, int, int, dict[str, Any]]] = [
+        ("bf16", 128, 128, 8, 128, 6, 16, 0, {}),
+        ("bf16", 128, 128, 16, 128, 6, 64, 0, {"PAGE_SIZE": 64, "HAS_WINDOW": True, "HAS_LSE": False}),
+        ("fp16", 128, 128, 8, 64, 12, 0, 0, {"PAGE_SIZE": 1}),
+        ("bf16", 128, 128, 32, 64, 11, 64, 0, {"PAGE_SIZE": 0, "DENSE": True, "CAUSAL": False}),
+        ("fp16", 64, 64, 16, 128, 6, 128, 0, {"PAGE_SIZE": 256, "HAS_SOFT_CAP": True}),
+        ("bf16", 80, 80, 8, 64, 12, 0, 0, {"PAGE_SIZE": 24, "GROUP": 7, "HAS_SOFT_CAP": True}),
+        ("bf16", 256, 256, 8, 64, 6, 16, 12, {}),
+        ("bf16", 256, 256, 16, 64, 5, 0, 70, {"PAGE_SIZE": 1, "HAS_WINDOW": True}),
+        ("bf16", 192, 128, 16, 64, 8, 16, 0, {"CAUSAL": False}),
+    ]
+    for dtype, dim, dim_v, block_m, block_n, stages, box, known_spills, changed in cases:
+        blocks = {f"BLOCK_{name}": max(1 << (size - 1).bit_length(), 128) for name, size in (("D", dim), ("DV", dim_v))}
+        constants = plain | {"HEAD_DIM": dim, "HEAD_DIM_V": dim_v, "BLOCK_M": block_m, "BLOCK_N": block_n, **blocks}
+        constants |= changed | {"GATHER": box == 0, "BOX": box, "STAGES": stages, "num_warps": 4}
+        constants |= dict(
+            zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), (232, 40) if box else (208, 88), strict=True)
+        )
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=4)
+        keys = f"tensordesc<fp8e4nv[1, 1, {box}, 128],{layout!r}>" if box else "*fp8e4nv"
+        details = ", ".join(f"{name.lower()}={value}" for name, value in changed.items())
+        yield Spec(
+            f"hopper decode {dtype} fp8 keys D={dim},{dim_v} {block_m}x{block_n} box={box} {details}".strip(),
+            hopper_decode_fp8.decode,
+            constants,
+            shared | pointers(dtype, "q", "out") | {"k": keys, "v": keys},
+            unaligned=("stride_lse_head",),
+            tensor_cores=True,
+            known_spills=known_spills,
+            architectures=(90,),
+        )
+
+
 def merge_specs() -> Iterator[Spec]:
     constants = {"HEAD_DIM": 128, "BLOCK_M": 8, "BLOCK_D": 128}
     types = pointers("fp32", "lse", "lse_a", "lse_b", "lse_out") | {"log2_base": "fp32"}
@@ -369,6 +410,7 @@ def all_specs() -> list[Spec]:
         *attention_specs(),
         *hopper_specs(),
         *decode_specs(),
+        *fp8_decode_specs(),
         *(profiled(next(specs())) for specs in (attention_specs, hopper_specs, decode_specs)),
         *merge_specs(),
         *small_specs(),

@@ -12,7 +12,15 @@ from evenshare.attention.kernels import forward as forward_kernels
 from evenshare.attention.kernels import tile_table as tile_table_kernels
 from evenshare.attention.metadata import Batch
 from evenshare.attention.problem import Problem
-from evenshare.attention.tiles import BOX_DIMS, TileConfig, box_rows, next_power_of_2, padded_dim, portable_twin
+from evenshare.attention.tiles import (
+    BOX_DIMS,
+    FP8_BOX_DIMS,
+    TileConfig,
+    box_rows,
+    next_power_of_2,
+    padded_dim,
+    portable_twin,
+)
 from evenshare.device.clock import CONSUMERS, TIME_COLUMNS
 from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.workspace import Workspace
@@ -31,7 +39,8 @@ def partial_elements(problem: Problem, tile: TileConfig) -> int:
 
 
 def _block_dim(dim: int, tile: TileConfig) -> int:
-    return padded_dim(dim, 16 if tile.kernel == "forward" else BOX_DIMS)  # 16: the smallest mma
+    smallest = {"forward": 16, "hopper_decode_fp8": FP8_BOX_DIMS}  # 16: the smallest mma
+    return padded_dim(dim, smallest.get(tile.kernel, BOX_DIMS))
 
 
 def launch_tile_table(
@@ -173,7 +182,7 @@ class ForwardLauncher:
         num_indices: int,
         lse_scale: float,
     ) -> Launch:
-        from evenshare.attention.kernels import hopper_decode, hopper_prefill
+        from evenshare.attention.kernels import hopper_decode, hopper_decode_fp8, hopper_prefill
 
         problem, tile = self.problem, self.tile
         box = box_rows(problem, tile.block_n)
@@ -182,11 +191,15 @@ class ForwardLauncher:
         constants |= {"GATHER": not boxes, "BOX": box, "STAGES": tile.num_stages, "num_warps": tile.num_warps}
         if tile.kernel == "hopper_decode":
             launcher = get_launcher(hopper_decode.decode, 6, **constants, BLOCK_M=tile.block_m)
+        elif tile.kernel == "hopper_decode_fp8":
+            registers = {"CONSUMER_REGISTERS": 232 if boxes else 208, "PRODUCER_REGISTERS": 40 if boxes else 88}
+            launcher = get_launcher(hopper_decode_fp8.decode, 8, **constants, **registers, BLOCK_M=tile.block_m)
         else:
             # Of 65536: two groups of four warps consume; TMA takes one warp and few registers, gathering takes four.
             registers = {"CONSUMER_REGISTERS": 232 if boxes else 224, "PRODUCER_REGISTERS": 40 if boxes else 64}
             launcher = get_launcher(hopper_prefill.prefill, 6, **constants, **registers, Q_BUFFERS=tile.q_buffers)
         static = self._static(tile, q, k, v, out, lse, num_indices, lse_scale)
+        static = (*static, *_scale_strides(scales))
         return launcher.bind(q.device, (self.plan.num_workers,), static, boxes)
 
     def _constants(self, tile: TileConfig, q: torch.Tensor, lse: torch.Tensor | None) -> dict[str, Any]:
@@ -248,12 +261,12 @@ class ForwardLauncher:
 
 
 def _box(t: torch.Tensor, rows: int) -> Box:
-    """Boxes of `rows` keys and 64 dims of one KV head of [pages or requests, tokens, heads, dims] or [tokens, heads, dims]."""
+    """Boxes of `rows` keys and 128 bytes of one KV head of [pages or requests, tokens, heads, dims] or [tokens, heads, dims]."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     t = (t if t.dim() == 4 else t.unsqueeze(0)).transpose(1, 2)
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * t.element_size(), rank=4)
-    return Box(tuple(t.shape), tuple(t.stride()), (1, 1, rows, BOX_DIMS), layout)
+    return Box(tuple(t.shape), tuple(t.stride()), (1, 1, rows, 2 * BOX_DIMS // t.element_size()), layout)
 
 
 def _has_whole_pieces(t: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from evenshare.attention.problem import Problem
 Q_START, QO_LEN, ROW_BEGIN, KV_START, KV_LEN, FIRST_BLOCK, REQUEST, HEAD = range(8)
 TILE_COLUMNS = 8
 
-BOX_DIMS = 64  # of a TMA box: 128 bytes, the widest swizzle
+BOX_DIMS, FP8_BOX_DIMS = 64, 128  # of a TMA box: 128 bytes, the widest swizzle
 SHARED_BYTES = (227 << 10) - 2048  # of a SM on Hopper, less barriers and alignment
 MAX_STAGES = 12
 MIN_BOX_ROWS = 16
@@ -49,13 +49,14 @@ def portable_twin(tile: TileConfig) -> TileConfig:
 
 
 def runs_on_hopper(problem: Problem, capability: tuple[int, int]) -> bool:
-    """Whether the Hopper kernels compute this problem: 16-bit, rows of whole 16-byte pieces, a scale above 0."""
+    """Whether the Hopper kernels compute this problem: 16-bit, or 8-bit keys; rows of whole 16-byte pieces, a scale above 0."""
+    piece = 16 if problem.fp8_kv else 8
     return (
         capability == (9, 0)
         and problem.dtype in (torch.float16, torch.bfloat16)
-        and not problem.fp8_kv
-        and problem.head_dim % 8 == 0
-        and problem.head_dim_v % 8 == 0
+        and not problem.fp8_kv  # until `hopper_decode_fp8` has run on a GPU: so far it is compiled only
+        and problem.head_dim % piece == 0
+        and problem.head_dim_v % piece == 0
         and problem.sm_scale > 0
     )
 
@@ -92,6 +93,25 @@ def _decode_tile(problem: Problem, rows: float) -> TileConfig:
     )
 
 
+def _fp8_decode_tile(problem: Problem, rows: float) -> TileConfig:
+    """As `_decode_tile`. q, probabilities and output lie there for each of two consumers, but for the first one's output.
+
+    32 rows of scores and probabilities leave the registers for 64 keys. An iteration takes half the time, the rest does not.
+    """
+    block_m = next(size for size in (8, 16, 32) if rows <= size)
+    block_d, block_dv = padded_dim(problem.head_dim, FP8_BOX_DIMS), padded_dim(problem.head_dim_v, FP8_BOX_DIMS)
+
+    def num_stages(block_n: int) -> int:
+        left = SHARED_BYTES - 4 * block_m * (block_d + block_n + block_dv)
+        return min(left // (block_n * (block_d + block_dv)), MAX_STAGES)
+
+    block_n = 128 if block_m < 32 and box_rows(problem, 128) > 0 and num_stages(128) >= 4 else 64
+    overhead, cut_cost = 2 * 128 // block_n, 6 * 128 // block_n
+    return TileConfig(
+        block_m, block_n, 4, num_stages(block_n), 1, "hopper_decode_fp8", overhead=overhead, cut_cost=cut_cost
+    )
+
+
 def box_rows(problem: Problem, block_n: int) -> int:
     """Keys of one TMA box: those of a page, or of a block if that is less. 0: no box fits, the kernel gathers key by key."""
     page = problem.page_size
@@ -122,7 +142,10 @@ def choose_tile(
     if runs_on_hopper(problem, capability):
         # Sums and output of more rows than these do not fit the registers of the decode kernel's four warps.
         few = 16 if max(problem.head_dim, problem.head_dim_v) > 128 else 32
-        return _decode_tile(problem, rows) if rows <= few else _prefill_tile(problem)
+        if rows <= few:
+            return _fp8_decode_tile(problem, rows) if problem.fp8_kv else _decode_tile(problem, rows)
+        if not problem.fp8_kv:
+            return _prefill_tile(problem)
     wide = max(problem.head_dim, problem.head_dim_v) > 128
     if problem.dtype == torch.float32:
         # FMA units take their operands from registers: larger tiles spill (ptxas, sm_80 and sm_90).

@@ -56,7 +56,8 @@ def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr
                  k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
                  PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr,
                  PANELS: gl.constexpr, PANELS_V: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """One warp: a K and a V block per iteration, BLOCK_N // BOX boxes a panel of 64 dims."""
+    """One warp: a K and a V block per iteration, BLOCK_N // BOX boxes a panel of 128 bytes."""
+    PANEL: gl.constexpr = k_bufs.shape[2]
     element_bytes: gl.constexpr = k_desc.dtype.primitive_bitwidth // 8
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, WINDOW, layout=layout)
@@ -163,8 +164,9 @@ def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_pt
                     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
                     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Four warps: the rows of each block one by one, wherever their pages are."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-    layout_v: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
+    PIECE: gl.constexpr = 128 // k_ptr.dtype.element_ty.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout([1, PIECE], [32 * PIECE // BLOCK_D, BLOCK_D // PIECE], [4, 1], [1, 0])
+    layout_v: gl.constexpr = gl.BlockedLayout([1, PIECE], [32 * PIECE // BLOCK_DV, BLOCK_DV // PIECE], [4, 1], [1, 0])
     index: gl.constexpr = gl.SliceLayout(1, layout)
     index_v: gl.constexpr = gl.SliceLayout(1, layout_v)
     row = gl.arange(0, BLOCK_N, layout=index)
@@ -180,8 +182,8 @@ def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_pt
         )
         tile = _load_tile_id(segments_ptr, segment + 1, segment_end)
         readable = _readable_len(kv_start, kv_len, num_pages, num_indices, PAGE_SIZE, DENSE)
-        k_head = k_ptr + kv_head.to(gl.int64) * _pieces(stride_k_head)
-        v_head = v_ptr + kv_head.to(gl.int64) * _pieces(stride_v_head)
+        k_head = k_ptr + kv_head.to(gl.int64) * _pieces(stride_k_head, PIECE)
+        v_head = v_ptr + kv_head.to(gl.int64) * _pieces(stride_v_head, PIECE)
         bad = gl.full([BLOCK_N], 0, gl.int32, index) | (readable < kv_len).to(gl.int32)
         key = (end - num_blocks) * BLOCK_N
         if PAGE_SIZE > 0:
@@ -194,10 +196,10 @@ def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_pt
                 ids = next_ids
                 next_ids = _load_pages(kv_indices_ptr, n + 2 * BLOCK_N, kv_start, readable, PAGE_SIZE)
                 rows, valid, wrong = _page_rows(
-                    page, n, kv_len, num_pages, _pieces(stride_k_page), _pieces(stride_k_token), PAGE_SIZE
+                    page, n, kv_len, num_pages, _pieces(stride_k_page, PIECE), _pieces(stride_k_token, PIECE), PAGE_SIZE
                 )
                 rows_v, _v, _w = _page_rows(
-                    page, n, kv_len, num_pages, _pieces(stride_v_page), _pieces(stride_v_token), PAGE_SIZE
+                    page, n, kv_len, num_pages, _pieces(stride_v_page, PIECE), _pieces(stride_v_token, PIECE), PAGE_SIZE
                 )
                 bad |= wrong
             else:
@@ -208,8 +210,8 @@ def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_pt
                     kv_len,
                     readable,
                     num_pages,
-                    _pieces(stride_k_page),
-                    _pieces(stride_k_token),
+                    _pieces(stride_k_page, PIECE),
+                    _pieces(stride_k_token, PIECE),
                     PAGE_SIZE,
                     DENSE,
                 )
@@ -220,8 +222,8 @@ def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_pt
                     kv_len,
                     readable,
                     num_pages,
-                    _pieces(stride_v_page),
-                    _pieces(stride_v_token),
+                    _pieces(stride_v_page, PIECE),
+                    _pieces(stride_v_token, PIECE),
                     PAGE_SIZE,
                     DENSE,
                 )
@@ -253,7 +255,7 @@ def _produce(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
     else:
         _produce_tma(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
                      num_indices, k_panels, v_panels, k_full, k_empty, v_full, v_empty, flags,
-                     PAGE_SIZE, DENSE, BLOCK_N, BOX, BLOCK_D // PANEL, BLOCK_DV // PANEL, STAGES)  # fmt: skip
+                     PAGE_SIZE, DENSE, BLOCK_N, BOX, BLOCK_D // k_panels.shape[2], BLOCK_DV // k_panels.shape[2], STAGES)  # fmt: skip
 
 
 @gluon.jit

@@ -138,9 +138,9 @@ def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr
 
 
 @gluon.jit
-def _pieces(stride):
-    """A stride that is known to be a multiple of 8 elements, said so that the compiler knows it and copies 16 bytes at once."""
-    return stride // 8 * 8
+def _pieces(stride, PIECE: gl.constexpr = 8):
+    """A stride that is known to be a multiple of PIECE elements, said so that the compiler knows it and copies 16 bytes at once."""
+    return stride // PIECE * PIECE
 
 
 @gluon.jit

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from evenshare.quant import QuantizedWeight, w4a16_matmul, w8a16_matmul
+from evenshare.quant.encodings import CODEBOOKS
 from evenshare.quant.reference import matmul as reference_matmul
 
 ZERO_FORMS = ("symmetric", "zeros", "offsets")
+FORMS = (*ZERO_FORMS, *CODEBOOKS)
 
 
 def random_weight(
@@ -19,13 +21,23 @@ def random_weight(
     bits: int = 4,
     dtype: torch.dtype = torch.float16,
     device: torch.device | str = "cpu",
+    permutation: torch.Tensor | None = None,
 ) -> QuantizedWeight:
-    groups = (n, -(-k // (k if group_size == -1 else group_size)))
-    codes = torch.randint(0, 256, (n, k if bits == 8 else (k + 1) // 2), dtype=torch.uint8)
+    """zero_form: one of ZERO_FORMS, or an encoding, which has no zeros."""
+    stored_k = k if permutation is None else permutation.numel()
+    groups = (n, -(-stored_k // (stored_k if group_size == -1 else group_size)))
+    codes = torch.randint(0, 256, (n, stored_k if bits == 8 else (stored_k + 1) // 2), dtype=torch.uint8)
     scales = ((torch.rand(groups) + 0.5) / (1 << bits)).to(dtype)
     zeros = torch.randint(0, 1 << bits, groups, dtype=torch.uint8) if zero_form == "zeros" else None
     offsets = torch.randn(groups).to(dtype) if zero_form == "offsets" else None
-    return QuantizedWeight(codes, scales, k, group_size, bits, zeros, offsets).to(device)
+    encoding = zero_form if zero_form in CODEBOOKS else "integer"
+    return QuantizedWeight(codes, scales, k, group_size, bits, zeros, offsets, encoding, permutation).to(device)
+
+
+def random_permutation(k: int, padding: int = 0) -> torch.Tensor:
+    """int32 [k + padding]: the columns 0..k-1 and `padding` times -1, shuffled."""
+    columns = torch.cat((torch.arange(k), torch.full((padding,), -1)))
+    return columns[torch.randperm(k + padding)].int()
 
 
 def product(x: torch.Tensor, weight: QuantizedWeight, **arguments: object) -> torch.Tensor:

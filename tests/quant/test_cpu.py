@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from evenshare.quant import cpu, prepare, quantize
-from tests.quant.helpers import ZERO_FORMS, assert_product, product, random_weight
+from evenshare.quant.encodings import CODEBOOKS
+from tests.quant.helpers import ZERO_FORMS, assert_product, product, random_permutation, random_weight
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -25,6 +26,25 @@ def test_products(n: int, k: int, group_size: int, bits: int, zero_form: str) ->
             assert y.dtype == dtype
             assert y.shape == (m, n)
             assert_product(y, x, weight)
+
+
+@pytest.mark.parametrize("padding", [None, 0, 32])
+@pytest.mark.parametrize(("bits", "zero_form"), [(4, "nf4"), (4, "e2m1"), (4, "offsets"), (8, "zeros")])
+def test_tables_and_permutations(bits: int, zero_form: str, padding: int | None) -> None:
+    permutation = None if padding is None else random_permutation(96, padding)
+    for dtype in DTYPES:
+        weight = random_weight(48, 96, 32, zero_form, bits, permutation=permutation)
+        for m in (0, 1, 3, 130):
+            x = torch.randn(m, 96).to(dtype)
+            y = product(x, weight)
+            assert y.shape == (m, 48)
+            if m:
+                assert_product(y, x, weight)
+    taken = zero_form not in CODEBOOKS
+    assert isinstance(cpu.pack(weight, torch.float32), torch.Tensor)
+    assert isinstance(cpu.pack(weight, torch.bfloat16), torch.Tensor) != taken
+    # Whoever takes an Int4Weight as it is must not get one that wants another order of x.
+    assert isinstance(cpu.pack(weight, torch.bfloat16), cpu.Int4Weight) == (taken and permutation is None)
 
 
 @pytest.mark.parametrize(

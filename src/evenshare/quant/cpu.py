@@ -1,8 +1,9 @@
 """CPU backend: how a weight is packed for torch's CPU operators, and which operator takes which call.
 
 bfloat16 activations run on torch's int4 kernel (`_weight_int4pack_mm_for_cpu`, which accumulates in float32) where it takes
-the shape; its scales and zeros are bfloat16, so a scale is rounded to 8 significant bits once, at packing. Everything else
-multiplies by the dequantised float32 weight, kept in memory: float32 activations are exact but for the sum's rounding.
+the weight; its scales and zeros are bfloat16, so a scale is rounded to 8 significant bits once, at packing. Everything else
+multiplies by the dequantised float32 weight, kept in memory: float32 activations are exact but for the sum's rounding. A
+permutation of the columns is applied to x for the first, to the weight for the second.
 
 An 8-bit code is two 4-bit codes, c = 16 hi + lo, so an 8-bit weight is a 4-bit weight with twice the columns,
 [hi | lo] with scales [16 s | s], times [x | x]. On two AVX-512 cores the head [49152, 576] at m = 1 takes 1.75 ms that way
@@ -12,12 +13,13 @@ An 8-bit code is two 4-bit codes, c = 16 hi + lo, so an 8-bit weight is a 4-bit 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from evenshare.quant.encodings import INTEGER
 from evenshare.quant.weight import QuantizedWeight
 
 # The int4 kernel is linear in m (26 us a row for [3072, 576] on two AVX-512 cores); dequantising first (1.4 ms and more) for a
@@ -43,24 +45,33 @@ class Int4Weight:
     repeats: int  # times that x is repeated along k: 2 for 8-bit codes
 
 
+@dataclass(frozen=True)
+class PermutedInt4Weight:
+    """An `Int4Weight` of stored columns, and the columns of x in that order."""
+
+    weight: Int4Weight
+    columns: torch.Tensor  # int64 [stored_k]; k for padding, where x gets a column of zeros
+
+
 def int4_group_size(weight: QuantizedWeight) -> int:
     """The group size under which torch's int4 kernel takes this weight (large groups are repeated smaller ones), or 0."""
-    n, k = weight.shape
-    if n == 0 or n % INT4_ROW_MULTIPLE or weight.device.type != "cpu":
+    n, k = weight.n, weight.stored_k
+    if n == 0 or n % INT4_ROW_MULTIPLE or weight.encoding != INTEGER or weight.device.type != "cpu":
         return 0
     return next((g for g in INT4_GROUP_SIZES if weight.group_size % g == 0 and k % g == 0), 0)
 
 
-def pack(weight: QuantizedWeight, dtype: torch.dtype) -> Int4Weight | torch.Tensor:
+def pack(weight: QuantizedWeight, dtype: torch.dtype) -> Int4Weight | PermutedInt4Weight | torch.Tensor:
     """What `matmul` needs for activations of `dtype`, from the weight's cache or made now."""
     found = weight.packed.get(("cpu", dtype))
     if found is None:
         group_size = int4_group_size(weight) if dtype == torch.bfloat16 else 0
-        if group_size and weight.n * weight.k < ONE_THREAD_ELEMENTS:
-            with _one_thread():
+        if group_size:
+            with _one_thread() if weight.n * weight.stored_k < ONE_THREAD_ELEMENTS else nullcontext():
                 found = pack_int4(weight, group_size)
-        elif group_size:
-            found = pack_int4(weight, group_size)
+            if weight.permutation is not None:
+                columns = weight.permutation.long()
+                found = PermutedInt4Weight(found, torch.where(columns < 0, weight.k, columns))
         elif dtype == torch.float32:
             found = weight.dequantize(torch.float32)
         else:
@@ -115,6 +126,8 @@ def matmul(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
         return _matmul_dequantizing(x, weight)
     if m == 0:
         return x.new_empty(0, weight.n)
+    if isinstance(operand, PermutedInt4Weight):
+        x, operand = F.pad(x, (0, 1)).index_select(1, operand.columns), operand.weight
     x = torch.cat((x, x), 1) if operand.repeats == 2 else x.contiguous()
     return torch._weight_int4pack_mm_for_cpu(x, operand.codes, operand.group_size, operand.scales_and_zeros)
 
@@ -122,7 +135,7 @@ def matmul(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
 def _matmul_dequantizing(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     x32 = x.float()
     out = x.new_empty(x.shape[0], weight.n)
-    rows = max(1, DEQUANTIZE_ELEMENTS // weight.k)
+    rows = max(1, DEQUANTIZE_ELEMENTS // weight.stored_k)
     for start in range(0, weight.n, rows):
         stop = min(start + rows, weight.n)
         out[:, start:stop] = F.linear(x32, weight.narrow(start, stop).dequantize(torch.float32))

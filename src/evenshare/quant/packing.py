@@ -54,6 +54,8 @@ def pack(weight: QuantizedWeight) -> TritonWeight:
 
 
 def _pack(weight: QuantizedWeight) -> TritonWeight:
+    if weight.encoding != "integer" or weight.permutation is not None:
+        raise NotImplementedError("weight: got an encoding or a permutation, want none for the portable kernel")
     n, k = weight.shape
     planes, step = 32 // weight.bits, step_size(weight.bits)
     padded_n = -(-max(n, 1) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE

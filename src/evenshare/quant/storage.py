@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
+from evenshare.quant.encodings import INTEGER
 from evenshare.quant.weight import QuantizedWeight
 
 FORMAT_KEY = "evenshare.quantized"
-FORMAT_VERSION = 1
-PARTS = ("codes", "scales", "zeros", "offsets")
+FORMAT_VERSION = 2  # 1 knew no encodings and no permutations
+PARTS = ("codes", "scales", "zeros", "offsets", "permutation")
 
 
 def save_weights(path: str | Path, weights: Mapping[str, QuantizedWeight]) -> None:
-    """Write named weights to `path`: tensors `name.codes`, `name.scales`, `name.zeros`, `name.offsets`, and a JSON header
-    entry with k, group size and bits."""
+    """Write named weights to `path`: tensors `name.codes`, `name.scales` and, where a weight has them, `name.zeros`,
+    `name.offsets`, `name.permutation`; and a JSON header entry with k, group size, bits and encoding."""
     from safetensors.torch import save_file
 
     tensors = {
@@ -27,8 +28,11 @@ def save_weights(path: str | Path, weights: Mapping[str, QuantizedWeight]) -> No
         for part in PARTS
         if (tensor := getattr(weight, part)) is not None
     }
-    shapes = {name: {"k": w.k, "group_size": w.group_size, "bits": w.bits} for name, w in weights.items()}
-    save_file(tensors, str(path), {FORMAT_KEY: json.dumps({"version": FORMAT_VERSION, "weights": shapes})})
+    forms = {
+        name: {"k": w.k, "group_size": w.group_size, "bits": w.bits, "encoding": w.encoding}
+        for name, w in weights.items()
+    }
+    save_file(tensors, str(path), {FORMAT_KEY: json.dumps({"version": FORMAT_VERSION, "weights": forms})})
 
 
 def load_weights(path: str | Path, device: torch.device | str = "cpu") -> dict[str, QuantizedWeight]:
@@ -52,8 +56,8 @@ def load_weights(path: str | Path, device: torch.device | str = "cpu") -> dict[s
 
 def _read(path: Path, file: Any) -> dict[str, QuantizedWeight]:
     header = json.loads((file.metadata() or {}).get(FORMAT_KEY, "{}"))
-    if header.get("version") != FORMAT_VERSION:
-        raise ValueError(f"{path}: got {FORMAT_KEY} version {header.get('version')}, want {FORMAT_VERSION}")
+    if header.get("version") not in (1, FORMAT_VERSION):
+        raise ValueError(f"{path}: got {FORMAT_KEY} version {header.get('version')}, want 1 or {FORMAT_VERSION}")
     present = set(file.keys())
 
     def part(name: str, which: str) -> torch.Tensor | None:
@@ -61,9 +65,12 @@ def _read(path: Path, file: Any) -> dict[str, QuantizedWeight]:
         return file.get_tensor(key) if key in present else None
 
     weights = {}
-    for name, shape in header["weights"].items():
-        codes, scales, zeros, offsets = (part(name, which) for which in PARTS)
+    for name, form in header["weights"].items():
+        codes, scales, zeros, offsets, permutation = (part(name, which) for which in PARTS)
         if codes is None or scales is None:
             raise ValueError(f"{path}: got no tensor {name}.codes or {name}.scales, want both")
-        weights[name] = QuantizedWeight(codes, scales, shape["k"], shape["group_size"], shape["bits"], zeros, offsets)
+        encoding = form.get("encoding", INTEGER)
+        weights[name] = QuantizedWeight(
+            codes, scales, form["k"], form["group_size"], form["bits"], zeros, offsets, encoding, permutation
+        )
     return weights

@@ -10,6 +10,7 @@ __getattr__, __all__ = attach(
         "load_weights": "storage",
         "prepare": "functions",
         "quantize": "rounding",
+        "quantize_codebook": "codebook",
         "save_weights": "storage",
         "w4a16_matmul": "functions",
         "w8a16_matmul": "functions",

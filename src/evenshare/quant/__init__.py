@@ -5,12 +5,16 @@ from evenshare._lazy import attach
 __getattr__, __all__ = attach(
     __name__,
     {
+        "QuantEmbedding": "linear",
+        "QuantLinear": "linear",
         "QuantizedWeight": "weight",
         "concatenate": "weight",
         "load_weights": "storage",
         "prepare": "functions",
         "quantize": "rounding",
         "quantize_codebook": "codebook",
+        "quantize_model": "linear",
+        "replace_linears": "linear",
         "save_weights": "storage",
         "w4a16_matmul": "functions",
         "w8a16_matmul": "functions",

@@ -15,8 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evenshare.compat.transformers.cache import InPlaceCache
 from evenshare.compat.transformers.one_token import TokenLoop, make_token_loop
-from evenshare.compat.transformers.quantizers import QuantLinear
-from evenshare.quant import concatenate
+from evenshare.quant import QuantLinear, concatenate
 
 # Layers that compute x + attention(norm(x)), then x + down(silu(gate(norm(x))) * up(norm(x))), with half-split rope.
 FUSABLE = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")

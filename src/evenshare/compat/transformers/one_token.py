@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from evenshare.compat.transformers.cache import InPlaceCache
-from evenshare.compat.transformers.quantizers import QuantLinear
+from evenshare.quant import QuantLinear
 from evenshare.quant.cpu import Int4Weight, pack
 
 if TYPE_CHECKING:

@@ -198,7 +198,11 @@ def build_model(
     plain = {name: tensor.to(device, dtype) for name, tensor in plain.items()}
     if tied and embedding is None:
         plain["lm_head.weight"] = plain["model.embed_tokens.weight"]
+    parameters = dict(
+        model.named_parameters(remove_duplicate=False)
+    )  # quantised layers have theirs already, as buffers
     missing, unexpected = model.load_state_dict(plain, strict=False, assign=True)
+    missing = [name for name in missing if name in parameters]
     if missing or unexpected:
         raise ModelFileError(f"{file.path}: weights missing {missing[:3]}, unexpected {unexpected[:3]}")
     # Built on the meta device, so its tables of frequencies are empty; it is a few hundred bytes.

@@ -198,9 +198,7 @@ def build_model(
     plain = {name: tensor.to(device, dtype) for name, tensor in plain.items()}
     if tied and embedding is None:
         plain["lm_head.weight"] = plain["model.embed_tokens.weight"]
-    parameters = dict(
-        model.named_parameters(remove_duplicate=False)
-    )  # quantised layers have theirs already, as buffers
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # quantised layers have theirs, as buffers
     missing, unexpected = model.load_state_dict(plain, strict=False, assign=True)
     missing = [name for name in missing if name in parameters]
     if missing or unexpected:

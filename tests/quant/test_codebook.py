@@ -33,8 +33,8 @@ def test_scales_are_the_formats_own(refine: bool) -> None:
     dense = torch.randn(8, 64) * torch.logspace(-3, 3, 8)[:, None]
     mxfp4, nvfp4, nf4 = (quantize_codebook(dense, table, refine=refine).scales for table in ("mxfp4", "nvfp4", "nf4"))
     assert (torch.frexp(mxfp4).mantissa == 0.5).all()
-    e4m3 = nvfp4 / (dense.abs().max() / (6 * 448))
-    # A float32 product divided by one of its factors is within two roundings of the other.
+    e4m3 = nvfp4 * (6 * 448 / dense.abs().max())
+    # A float32 quotient times its divisor is within two roundings of the number that was divided.
     torch.testing.assert_close(e4m3.to(torch.float8_e4m3fn).float(), e4m3, rtol=2.5e-7, atol=0)
     if not refine:
         assert torch.equal(nf4[:, 0], dense.abs().amax(1))

@@ -18,7 +18,7 @@ E8M0_RANGE = (-127, 127)
 
 @dataclass(frozen=True)
 class Table:
-    """A 4-bit floating format. scales: "e8m0" (powers of two), "e4m3" (times one float32 of the whole tensor) or "absmax"."""
+    """A 4-bit floating format. scales: "e8m0" (powers of two), "e4m3" (over one float32 of the whole tensor) or "absmax"."""
 
     encoding: str
     group_size: int
@@ -35,7 +35,7 @@ TABLES = {
 def quantize_codebook(weight: torch.Tensor, table: str, *, refine: bool = False) -> QuantizedWeight:
     """Quantise `weight` [n, k] (any float dtype) to the nearest numbers of a table, times a scale per group.
 
-    table: "mxfp4": e2m1, groups of 32, scales that are powers of two. "nvfp4": e2m1, groups of 16, scales that are e4m3 times one
+    table: "mxfp4": e2m1, groups of 32, scales that are powers of two. "nvfp4": e2m1, groups of 16, scales that are e4m3 over one
         float32 of the tensor. "nf4": groups of 64, scaled by their largest magnitude.
     refine: try the neighbouring scales too (for nf4 a few smaller ones), and keep the one of least squared error, group by group.
 
@@ -53,7 +53,7 @@ def quantize_codebook(weight: torch.Tensor, table: str, *, refine: bool = False)
         raise ValueError("weight: got values that are not finite, want finite ones")
     form = TABLES[table]
     values = torch.tensor(CODEBOOKS[form.encoding], device=weight.device)
-    unit = _tensor_scale(weight) if form.scales == "e4m3" else None
+    divisor = _tensor_divisor(weight) if form.scales == "e4m3" else None
     n, k = weight.shape
     codes = weight.new_empty(n, (k + 1) // 2, dtype=torch.uint8)
     scales = weight.new_empty(n, -(-k // form.group_size), dtype=torch.float32)
@@ -62,21 +62,21 @@ def quantize_codebook(weight: torch.Tensor, table: str, *, refine: bool = False)
         # Zeros at the end of the last group change neither its largest magnitude nor its error: every table has a zero.
         chunk = torch.nn.functional.pad(weight[start : start + rows].float(), (0, -k % form.group_size))
         groups = chunk.unflatten(1, (-1, form.group_size))
-        found, scale = _best(groups, _candidates(groups, form, unit, refine), values)
+        found, scale = _best(groups, _candidates(groups, form, divisor, refine), values)
         codes[start : start + rows] = pack_codes(found.flatten(1)[:, :k], 4)
         scales[start : start + rows] = scale[..., 0]
     return QuantizedWeight(codes, scales, k, form.group_size, encoding=form.encoding)
 
 
-def _tensor_scale(weight: torch.Tensor) -> torch.Tensor:
-    """NVFP4's float32 scale of a tensor: its largest magnitude becomes 6 times the largest e4m3 number."""
+def _tensor_divisor(weight: torch.Tensor) -> torch.Tensor:
+    """NVFP4's float32 of a tensor: with it the largest magnitude is 6 times the largest e4m3 number."""
     if weight.numel() == 0:
         return weight.new_ones((), dtype=torch.float32)
     largest = torch.maximum(-weight.amin(), weight.amax()).float()
-    return torch.where(largest == 0, 1.0, largest / (6 * E4M3_MAX))
+    return torch.where(largest == 0, 1.0, 6 * E4M3_MAX / largest)
 
 
-def _candidates(groups: torch.Tensor, form: Table, unit: torch.Tensor | None, refine: bool) -> list[torch.Tensor]:
+def _candidates(groups: torch.Tensor, form: Table, divisor: torch.Tensor | None, refine: bool) -> list[torch.Tensor]:
     """Scales to try, float32 [m, num_groups, 1]; the first is the format's usual one."""
     largest = groups.abs().amax(-1, keepdim=True)
     if form.scales == "absmax":
@@ -85,11 +85,9 @@ def _candidates(groups: torch.Tensor, form: Table, unit: torch.Tensor | None, re
         # The exponent of the largest magnitude less that of the table's, which is 4 to 6: magnitudes in (6, 8) are clipped.
         exponent = torch.frexp(largest).exponent - 1 - 2
         return [torch.exp2((exponent + move).clamp(*E8M0_RANGE).float()) for move in ((0, 1, -1) if refine else (0,))]
-    assert unit is not None
-    usual = _e4m3(largest / (6 * unit))
-    if not refine:
-        return [usual * unit]
-    return [usual * unit, *(_e4m3(usual * ratio) * unit for ratio in (0.88, 1.12, 1.25, 1.5))]
+    assert divisor is not None
+    usual = _e4m3(largest / 6 * divisor)
+    return [_e4m3(usual * ratio) / divisor for ratio in ((1.0, 0.88, 1.12, 1.25, 1.5) if refine else (1.0,))]
 
 
 def _e4m3(x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ __getattr__, __all__ = attach(
     {
         "QuantEmbedding": "quantizers",
         "QuantLinear": "quantizers",
+        "disable": "registration",
         "enable": "registration",
         "replace_linears": "quantizers",
     },

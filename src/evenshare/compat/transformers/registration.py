@@ -8,7 +8,8 @@ def enable(*, attention: bool = True, quantizers: bool = True) -> None:
 
     attention: the attention implementations `evenshare` (choose it by `attn_implementation="evenshare"` or
         `model.set_attn_implementation("evenshare")`) and `paged|evenshare` (for continuous batching).
-    quantizers: what loads 4-bit checkpoints into `QuantLinear`. GGUF files need no registration, so nothing is taken over yet.
+    quantizers: `from_pretrained` loads GPTQ, AWQ, compressed-tensors, HQQ and ModelOpt checkpoints of 4 and 8 bits into
+        `QuantLinear`, without the packages that made them. What evenshare cannot read stays with transformers' own loaders.
 
     Raises ImportError if transformers is not installed.
     """
@@ -17,4 +18,14 @@ def enable(*, attention: bool = True, quantizers: bool = True) -> None:
 
         attention_module.register()
     if quantizers:
-        from evenshare.compat.transformers import quantizers as _  # noqa: F401  (fails here, not at the first layer)
+        from evenshare.compat.transformers.quantizers import take_over
+
+        take_over()
+
+
+def disable() -> None:
+    """Give transformers' quantised checkpoints back to its own loaders. Models that were loaded stay as they are, and the names
+    of evenshare's attention stay known: they take nothing from anybody."""
+    from evenshare.compat.transformers.quantizers import release
+
+    release()

@@ -75,6 +75,22 @@ def profile(context: typer.Context) -> None:
     _run(profile_command, context)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def quantize(context: typer.Context) -> None:
+    """Quantise a 16-bit model to 4 bits without data: a compressed-tensors folder."""
+    from evenshare.report.quantize_command import quantize_command
+
+    _run(quantize_command, context)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def inspect(context: typer.Context) -> None:
+    """List the layers of a quantised checkpoint, with their errors beside the model it was made of."""
+    from evenshare.report.inspect_command import inspect_command
+
+    _run(inspect_command, context)
+
+
 def _run(function: Callable[..., None], context: typer.Context) -> None:
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(function)

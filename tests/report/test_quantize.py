@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tests.generate.gguf_models import greedy
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "140"})
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return result.exit_code, result.output
 
 
@@ -40,8 +41,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def table(output: str) -> dict[str, list[str]]:
     """Cells by layer."""
-    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if line[:1] == "│"]
-    return {row[0]: row[1:] for row in cells}
+    rows = [re.split(r"\s{2,}", line.strip()) for line in output.splitlines()]
+    return {row[0]: row[1:] for row in rows if row[0].startswith("model.layers.")}
 
 
 @pytest.mark.parametrize("options", [[], ["--asymmetric"], ["--plain", "--bits", "8"]], ids=" ".join)
@@ -109,7 +110,7 @@ def test_inspect(folder: Path) -> None:
     assert "compressed-tensors, 14 quantised layers" in output
     rows = table(output)
     # 64 x 96 codes of half a byte; 64 x 3 scales of two bytes and zero points of one.
-    assert rows["model.layers.0.mlp.down_proj"] == ["64", "96", "int4", "32", "integer", f"{64 * 48 + 64 * 3 * 3:,}"]
+    assert rows["model.layers.0.mlp.down_proj"] == ["64 x 96", "int4", "32", "integer", f"{64 * 48 + 64 * 3 * 3:,}"]
     code, output = run("inspect", out, "--against", folder)
     assert code == 0
     dense = open_checkpoint(folder).tensor("model.layers.0.mlp.down_proj.weight").float()

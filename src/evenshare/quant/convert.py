@@ -55,7 +55,7 @@ def quantize_checkpoint(
     missing = [name for name in layers if f"{name}.weight" not in names]
     if missing or not layers:
         raise ValueError(f"layers: got {missing or 'none'}, want layers of {source.path}")
-    for name, shape in layers.items():
+    for shape, name in {shape: name for name, shape in layers.items()}.items():
         weight = quantize(torch.empty(shape, device="meta"), group_size, **options)
         reason = format_named(format).refusal(weight)
         if reason is not None:

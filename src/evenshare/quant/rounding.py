@@ -93,7 +93,8 @@ def _quantize_rows(
     for part in (rows[:, :whole].unflatten(1, (-1, group_size)), rows[:, None, whole:]):
         if part.numel() or not m:
             levels = _covering(part, bits, form, scale_dtype)
-            levels = refine_levels(part, levels, bits, form, scale_dtype) if refine else levels
+            if refine and not rows.is_meta:  # there is nothing to fit, and operators on the meta device are slow
+                levels = refine_levels(part, levels, bits, form, scale_dtype)
             found.append((nearest_codes(part, levels, bits, form).to(torch.uint8).flatten(1), levels))
     scale, shift = (torch.cat([getattr(levels, name) for _, levels in found], 1) for name in Levels._fields)
     return torch.cat([codes for codes, _ in found], 1), Levels(scale[..., 0], shift[..., 0])

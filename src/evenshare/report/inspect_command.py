@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,8 @@ import typer
 from evenshare.quant import QuantizedWeight
 from evenshare.quant.formats.checkpoint import Checkpoint, open_checkpoint
 from evenshare.report.arguments import stop
+
+PIPE_WIDTH = 140
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _print_table(checkpoint: Checkpoint, layers: list[Layer]) -> None:
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
@@ -85,16 +89,18 @@ def _print_table(checkpoint: Checkpoint, layers: list[Layer]) -> None:
     nbytes = sum(layer.nbytes for layer in layers)
     errors = [layer.error for layer in layers if layer.error is not None]
     table = Table(
-        caption=f"{count / 1e6:,.1f} M weights in {nbytes / 1e6:,.1f} MB, {8 * nbytes / count:.3g} bits each; "
+        box=SIMPLE,
+        caption=f"{count / 1e6:,.1f} M weights in {nbytes:,} bytes, {8 * nbytes / count:.3g} bits each; "
         f"{len(checkpoint.plain())} other tensors" + (f"; largest error {max(errors):.4f}" if errors else ""),
         caption_justify="left",
     )
     table.add_column("layer", overflow="fold")
-    for heading in ("n", "k", "codes", "group", "zero points", "bytes", *(("error",) if errors else ())):
+    for heading in ("shape", "codes", "group", "zero points", "bytes", *(("error",) if errors else ())):
         table.add_column(heading, justify="right")
     for layer in layers:
-        cells = [str(layer.shape[0]), str(layer.shape[1]), layer.codes, str(layer.group_size), layer.zero_points]
+        cells = [f"{layer.shape[0]} x {layer.shape[1]}", layer.codes, str(layer.group_size), layer.zero_points]
         cells.append(f"{layer.nbytes:,}")
         table.add_row(layer.name, *cells, *(() if layer.error is None else (f"{layer.error:.4f}",)))
     print(f"{checkpoint.path}: {checkpoint.format}, {len(layers)} quantised layers")
-    Console(highlight=False).print(table)
+    # A pipe has no width, and names should stay whole there.
+    Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)

@@ -94,6 +94,21 @@ def test_parts_of_one_tensor_are_written_as_their_own(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.tensor("in.weight"), checkpoint.tensor("out.weight"))
 
 
+@pytest.mark.parametrize(
+    ("form", "key"),
+    [
+        ("compressed-tensors", "ignore"),
+        ("awq", "modules_to_not_convert"),
+        ("hqq", "skip_modules"),
+        ("bitsandbytes", "llm_int8_skip_modules"),
+    ],
+)
+def test_layers_that_stay_are_named(tmp_path: Path, form: str, key: str) -> None:
+    name = "model.layers.0.q_proj"
+    write_checkpoint(tmp_path, {name: MODELS[form]()[name]}, OTHERS, CONFIG, form, kept=["lm_head"])
+    assert open_checkpoint(tmp_path).config["quantization_config"][key] == ["model.embed_tokens", "lm_head"]
+
+
 def test_nothing_is_written_if_a_weight_does_not_fit(tmp_path: Path) -> None:
     weights = {"good": make_weight(8, 64, 32), "bad": make_weight(12, 64, 32)}
     with pytest.raises(ValueError, match=r"weights\['bad'\]: awq cannot hold it, because its 12 rows are no multiple"):

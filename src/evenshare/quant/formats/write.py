@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ def write_checkpoint(
     config: Mapping[str, Any],
     format: str = "compressed-tensors",
     *,
+    kept: Sequence[str] = (),
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write a model to `folder`: config.json, and model.safetensors or several of them with an index.
@@ -28,6 +29,8 @@ def write_checkpoint(
     other_tensors: all others under their full names, biases of quantised layers too.
     config: the model's config.json; quantization_config is added. Files of a tokenizer are the caller's to copy.
     format: "gptq", "gptq_v2", "awq", "compressed-tensors", "hqq" or "bitsandbytes".
+    kept: linear layers that stay as they are without a tensor of their own, like a head tied to the embedding. The others are
+        found: matrices among `other_tensors`.
     max_shard_bytes: a new file is begun before one gets larger.
 
     Raises ValueError if the format is unknown or cannot hold a weight (the message names both and why), FileExistsError if
@@ -41,7 +44,8 @@ def write_checkpoint(
         if reason is not None:
             raise ValueError(f"weights[{name!r}]: {form.name} cannot hold it, because {reason}")
     assert form.describe is not None  # format_named gives formats that can be written
-    skipped = [name.removesuffix(".weight") for name, t in other_tensors.items() if _is_matrix(name, t)]
+    matrices = [name.removesuffix(".weight") for name, t in other_tensors.items() if _is_matrix(name, t)]
+    skipped = list(dict.fromkeys([*matrices, *kept]))
     quantization = form.describe(weights, skipped)
     if any(folder.glob("*.safetensors")):
         raise FileExistsError(f"folder: got {folder}, which holds safetensors already, want a new or an empty one")

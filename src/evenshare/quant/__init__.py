@@ -10,6 +10,7 @@ __getattr__, __all__ = attach(
         "QuantizedWeight": "weight",
         "concatenate": "weight",
         "load_weights": "storage",
+        "open_checkpoint": "formats.checkpoint",
         "prepare": "functions",
         "quantize": "rounding",
         "quantize_codebook": "codebook",
@@ -18,5 +19,6 @@ __getattr__, __all__ = attach(
         "save_weights": "storage",
         "w4a16_matmul": "functions",
         "w8a16_matmul": "functions",
+        "write_checkpoint": "formats.write",
     },
 )

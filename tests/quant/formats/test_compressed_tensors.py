@@ -166,6 +166,7 @@ def test_what_it_cannot_hold(weight: QuantizedWeight, message: str) -> None:
     ("changes", "message"),
     [
         ({"weight_shape": None}, "want weight_shape as well"),
+        ({"weight_shape": torch.tensor([2, 8, 64])}, r"weight_shape: got shape \(3,\), want \(2\)"),
         ({"weight_scale": None}, "want weight_scale as well"),
         ({"weight_packed": torch.zeros(8, 9).int()}, "weight_packed: got 9 words for k = 64, want 4 or 8 bits a code"),
         ({"weight_packed": torch.zeros(9, 8).int()}, r"weight_packed: got shape \(9, 8\), want \(8, any\)"),

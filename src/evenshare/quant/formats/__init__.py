@@ -9,7 +9,7 @@ __getattr__, __all__ = attach(
         "CheckpointError": "checkpoint",
         "FORMATS": "registry",
         "Format": "format",
-        "gguf_blocks": "gguf_blocks",
+        "gguf_blocks": "gguf_write",
         "open_checkpoint": "checkpoint",
         "write_checkpoint": "write",
     },

@@ -55,7 +55,8 @@ def _unpack_integers(tensors: Tensors, config: Config) -> QuantizedWeight:
     packed, scales, zero_point = tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_zero_point")
     if "weight_shape" not in tensors:
         raise ValueError(f"tensors: got {sorted(tensors)}, want weight_shape as well ({INTEGER})")
-    n, k = (int(size) for size in tensors["weight_shape"])
+    check("weight_shape", tensors["weight_shape"], (torch.int64, torch.int32), 2)
+    n, k = tensors["weight_shape"].tolist()
     check("weight_packed", packed, torch.int32, n, None)
     said = [int(weights.get("num_bits", 0)) for group in _groups(config) if (weights := group.get("weights"))]
     bits = next((bits for bits in (*said, 4, 8) if bits in (4, 8) and -(-k * bits // 32) == packed.shape[1]), None)

@@ -10,7 +10,7 @@ import torch
 
 from evenshare.quant import QuantizedWeight
 from evenshare.quant.formats.gguf import read_gguf
-from evenshare.quant.formats.gguf_blocks import gguf_blocks
+from evenshare.quant.formats.gguf_write import gguf_blocks
 from tests.quant.formats.helpers import make_weight, permuted
 
 

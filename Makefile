@@ -16,13 +16,16 @@ demo: $(STAMP)  ## fetch the 4-bit model once and let it answer
 	$(BIN)/evenshare generate "$(PROMPT)"
 
 test: $(STAMP)  ## everything that runs without a GPU
-	$(BIN)/python -m pytest -n 2 -m "not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not thorough"
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow"
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow and not thorough"
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
+
+test-emulator: $(STAMP)  ## every case of the Hopper kernels without a GPU: half an hour
+	$(BIN)/python -m pytest -n 2 -m thorough
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,4 +1,9 @@
-"""Hopper's kernels: every loader, mask, head dim and policy against the oracle, then graphs, streams and metadata gone wrong."""
+"""Hopper's kernels: every loader, mask, head dim and policy against the oracle, then graphs, streams and metadata gone wrong.
+
+On a Hopper GPU, and on the CPU in `tests.emulator`, which also looks for what a run on the GPU does not show: reads before a
+barrier, writes into buffers that are in use, roles that wait for ever. That takes half an hour; `test_emulated.py` is a minute's
+choice of it.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +19,29 @@ from evenshare.attention import AttentionPlan, attention
 from evenshare.schedule.plan import Status
 from evenshare.schedule.policies import DEVICE_POLICIES, POLICIES
 from tests.attention.cases import DECODE, PREFILL, Case, Outputs, check, embed, make_batch, make_plan, poison
+from tests.attention.emulated import emulate_hopper
 from tests.attention.helpers import Batch, Place, assert_matches, int32, move, to_pages
-
-pytestmark = pytest.mark.gpu
 
 PAGED = replace(PREFILL, form="block_table")
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
 @pytest.fixture
-def hopper() -> Place:
+def hopper_gpu() -> Place:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
     return Place(torch.device("cuda"), "triton", (FP16, BF16))
+
+
+@pytest.fixture(
+    params=[pytest.param("emulator", marks=pytest.mark.thorough), pytest.param("gpu", marks=pytest.mark.gpu)]
+)
+def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    if request.param == "gpu":
+        return request.getfixturevalue("hopper_gpu")
+    if torch.cuda.is_available():
+        pytest.skip("the portable kernels beside it want Triton's interpreter, and this machine has a GPU")
+    return emulate_hopper(monkeypatch, request.node.name)
 
 
 @pytest.fixture(params=[PREFILL, DECODE], ids=["prefill", "decode"])
@@ -118,7 +133,7 @@ def test_dense_heads_first(hopper: Place) -> None:
         for x in (batch.q, batch.k, batch.v)
     )
     outputs = Outputs(case, batch, padding=0)
-    attention(q, k, v, causal=True, **outputs.arguments(2))
+    attention(q, k, v, causal=True, backend=hopper.backend, **outputs.arguments(2))
     outputs.check(batch, case.base, **case.mask)
 
 
@@ -169,14 +184,15 @@ def test_policies(hopper: Place, paged: Case, planner: str, policy: str) -> None
         check_hopper(hopper, paged, policy=policy, planner=planner, dim=dim, page_size=3)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["level_fill", "data_parallel", "stream_k"])
 @pytest.mark.parametrize("dim", [64, 256])
-def test_many_tiles_for_each_worker(hopper: Place, dim: int, policy: str) -> None:
+def test_many_tiles_for_each_worker(hopper_gpu: Place, dim: int, policy: str) -> None:
     """Some 600 tiles: q of the next tile is fetched while this one runs, and the producer runs ahead over tiles."""
     case = Case((500, 3, 900, 0, 1000), (700, 3, 0, 8, 1000), (32, 8), dim, policy=policy)
-    check_hopper(hopper, case)
-    check_hopper(hopper, case, causal=False, form="block_table")
-    check_hopper(hopper, case, form="block_table", page_size=3)
+    check_hopper(hopper_gpu, case)
+    check_hopper(hopper_gpu, case, causal=False, form="block_table")
+    check_hopper(hopper_gpu, case, form="block_table", page_size=3)
 
 
 def test_planners_agree(hopper: Place) -> None:
@@ -193,13 +209,14 @@ def test_planners_agree(hopper: Place) -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("qo_lens", [(130, 1, 40), (1, 2, 4)])  # prefill, decode
-def test_bits_do_not_change_between_runs(hopper: Place, qo_lens: tuple[int, ...]) -> None:
+def test_bits_do_not_change_between_runs(hopper_gpu: Place, qo_lens: tuple[int, ...]) -> None:
     """With every tile split, whoever arrives last."""
     case = Case(qo_lens, (3000, 5000, 2100), dim=128, policy="stream_k")
-    batch = make_batch(case, hopper)
-    typed = move(batch, hopper, case.dtype)
-    plan = make_plan(case, hopper, {"qo_indptr": int32(batch.qo_indptr), "kv_indptr": int32(batch.kv_indptr)})
+    batch = make_batch(case, hopper_gpu)
+    typed = move(batch, hopper_gpu, case.dtype)
+    plan = make_plan(case, hopper_gpu, {"qo_indptr": int32(batch.qo_indptr), "kv_indptr": int32(batch.kv_indptr)})
     first = plan.run(typed.q, typed.k, typed.v)
     for _ in range(200):
         assert torch.equal(plan.run(typed.q, typed.k, typed.v), first)
@@ -212,23 +229,24 @@ def test_nothing_to_do(hopper: Place, qo_lens: tuple[int, ...]) -> None:
             check(replace(case, qo_lens=qo_lens, kv_lens=(0,) * len(qo_lens), planner=planner), hopper)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [16, 24])
-def test_offsets_past_32_bits(hopper: Place, page_size: int) -> None:
+def test_offsets_past_32_bits(hopper_gpu: Place, page_size: int) -> None:
     """Pages 1,077,120 elements apart and page id 1994: a view of a larger buffer, whose other elements are NaN."""
     stride, last = 1_077_120, 1994
     case = replace(PAGED, qo_lens=(100, 40), kv_lens=(130, 300), page_size=page_size)
-    batch = make_batch(case, hopper)
-    typed = move(batch, hopper, case.dtype)
+    batch = make_batch(case, hopper_gpu)
+    typed = move(batch, hopper_gpu, case.dtype)
     pages = to_pages(typed, page_size, extra_pages=0, extra_columns=0)  # every page is in use, so also number 1994
-    storage = torch.full((stride * last + page_size * 256,), math.nan, dtype=case.dtype, device=hopper.device)
+    storage = torch.full((stride * last + page_size * 256,), math.nan, dtype=case.dtype, device=hopper_gpu.device)
     shape, strides = (last + 1, page_size, 2, 64), (stride, 256, 128, 1)
     for offset, cache in ((0, pages.k), (64, pages.v)):
         far = storage.as_strided(shape, strides, offset)
-        far[last - torch.arange(cache.shape[0], device=hopper.device)] = cache
+        far[last - torch.arange(cache.shape[0], device=hopper_gpu.device)] = cache
     k, v = (storage.as_strided(shape, strides, offset) for offset in (0, 64))
     metadata = {"block_table": last - pages.block_table, "kv_lens": pages.kv_lens, "qo_indptr": int32(batch.qo_indptr)}
     outputs = Outputs(case, batch, padding=0)
-    make_plan(case, hopper, metadata).run(typed.q, k, v, **outputs.arguments())
+    make_plan(case, hopper_gpu, metadata).run(typed.q, k, v, **outputs.arguments())
     outputs.check(batch, case.base)
 
 
@@ -255,8 +273,9 @@ STEPS = [  # query tokens and keys of four requests: padded batches among them
 ]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [0, 16, 24])  # ragged; pages by TMA; pages gathered
-def test_a_graph_replays_other_lengths_and_pages(hopper: Place, page_size: int) -> None:
+def test_a_graph_replays_other_lengths_and_pages(hopper_gpu: Place, page_size: int) -> None:
     case = replace(PAGED if page_size else PREFILL, planner="device", page_size=page_size)
     if page_size:
         width = 912 // page_size
@@ -265,16 +284,16 @@ def test_a_graph_replays_other_lengths_and_pages(hopper: Place, page_size: int) 
     else:
         shapes, rows = {"kv_indptr": (5,)}, (1200,)
     metadata = {
-        name: torch.zeros(shape, dtype=torch.int32, device=hopper.device)
+        name: torch.zeros(shape, dtype=torch.int32, device=hopper_gpu.device)
         for name, shape in (shapes | {"qo_indptr": (5,)}).items()
     }
-    q = torch.zeros(600, 8, 64, dtype=case.dtype, device=hopper.device)
-    k, v = torch.zeros(2, *rows, 2, 64, dtype=case.dtype, device=hopper.device)
-    out, lse = torch.zeros_like(q), torch.zeros(600, 8, device=hopper.device)
-    plan = make_plan(case, hopper, metadata, max_q_rows=600)
+    q = torch.zeros(600, 8, 64, dtype=case.dtype, device=hopper_gpu.device)
+    k, v = torch.zeros(2, *rows, 2, 64, dtype=case.dtype, device=hopper_gpu.device)
+    out, lse = torch.zeros_like(q), torch.zeros(600, 8, device=hopper_gpu.device)
+    plan = make_plan(case, hopper_gpu, metadata, max_q_rows=600)
     replay = capture(lambda: (plan.update(), plan.run(q, k, v, out=out, lse=lse)))
     for qo_lens, kv_lens in [*STEPS, *STEPS[::-1]]:
-        batch = make_batch(replace(case, qo_lens=qo_lens, kv_lens=kv_lens), hopper)
+        batch = make_batch(replace(case, qo_lens=qo_lens, kv_lens=kv_lens), hopper_gpu)
         keys, values = batch.k, batch.v
         now = {"qo_indptr": int32(batch.qo_indptr)}
         if page_size:
@@ -405,15 +424,16 @@ def test_keys_that_the_tensors_do_not_hold(hopper: Place, qo_lens: tuple[int, in
     assert int(plan.status) == Status.BAD_INDEX
 
 
-def test_two_plans_on_two_streams(hopper: Place) -> None:
+@pytest.mark.gpu
+def test_two_plans_on_two_streams(hopper_gpu: Place) -> None:
     """At the same time; each with splits that it merges."""
     work = []
     case = replace(PAGED, policy="stream_k")
     for lens in ({}, {"qo_lens": (300, 40), "kv_lens": (900, 2000)}):
         case = replace(case, **lens)
-        batch = make_batch(case, hopper)
-        pages = to_pages(move(batch, hopper, case.dtype), 16)
-        plan = make_plan(case, hopper, {"qo_indptr": int32(batch.qo_indptr)} | pages.table("block_table"))
+        batch = make_batch(case, hopper_gpu)
+        pages = to_pages(move(batch, hopper_gpu, case.dtype), 16)
+        plan = make_plan(case, hopper_gpu, {"qo_indptr": int32(batch.qo_indptr)} | pages.table("block_table"))
         outputs = Outputs(case, batch)
         q = embed(batch.q.to(case.dtype), "packed", 3)
         work.append((plan, q, pages, outputs, batch, plan.run(q, pages.k, pages.v), torch.cuda.Stream()))

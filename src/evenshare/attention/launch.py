@@ -185,7 +185,8 @@ class ForwardLauncher:
         from evenshare.attention.kernels import hopper_decode, hopper_decode_fp8, hopper_prefill
 
         problem, tile = self.problem, self.tile
-        box = box_rows(problem, tile.block_n)
+        widens = tile.kernel == "hopper_prefill" and problem.fp8_kv  # the producer, which then copies every row itself
+        box = 0 if widens else box_rows(problem, tile.block_n)
         boxes = {1: _box(k, box), 2: _box(v, box)} if box and k.numel() and v.numel() else {}
         constants = self._constants(tile, q, lse)
         constants |= {"GATHER": not boxes, "BOX": box, "STAGES": tile.num_stages, "num_warps": tile.num_warps}
@@ -197,9 +198,14 @@ class ForwardLauncher:
         else:
             # Of 65536: two groups of four warps consume; TMA takes one warp and few registers, gathering takes four.
             registers = {"CONSUMER_REGISTERS": 232 if boxes else 224, "PRODUCER_REGISTERS": 40 if boxes else 64}
-            launcher = get_launcher(hopper_prefill.prefill, 6, **constants, **registers, Q_BUFFERS=tile.q_buffers)
+            launcher = get_launcher(
+                hopper_prefill.prefill, 6 + len(scales), **constants, **registers, Q_BUFFERS=tile.q_buffers
+            )
         static = self._static(tile, q, k, v, out, lse, num_indices, lse_scale)
-        static = (*static, *_scale_strides(scales))
+        if scales:
+            static = (*static, *_scale_strides(scales))
+        elif tile.kernel == "hopper_prefill":
+            static = (None, None, *static, 0, 0)
         return launcher.bind(q.device, (self.plan.num_workers,), static, boxes)
 
     def _constants(self, tile: TileConfig, q: torch.Tensor, lse: torch.Tensor | None) -> dict[str, Any]:

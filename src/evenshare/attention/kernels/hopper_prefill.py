@@ -6,7 +6,8 @@ consumer fetches its q rows by cp.async while it finishes the tile before, issue
 or merges the partials of its own half.
 
 K and V arrive by TMA in boxes [rows, 64 dims] out of [pages or requests, heads, tokens, dims], or, for pages that no box fits and
-strides that TMA does not take, by cp.async (GATHER). Blocks run from a segment's last to its first: the masked ones come first.
+strides that TMA does not take, by cp.async (GATHER). fp8 keys and values come by cp.async to a buffer of one block, each thread's
+pieces its own, and the producer widens them into the ring. Blocks run from a segment's last to its first: the masked ones come first.
 """
 
 from triton.experimental import gluon
@@ -229,6 +230,89 @@ def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_pt
 
 
 @gluon.jit
+def _copy_codes(raw, ptr, kv_indices_ptr, key, kv_start, kv_len, readable, num_pages, stride_page, stride_token, bad,
+                DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """Start copying a block of fp8 rows, 16 bytes a thread at a time."""
+    CHUNK: gl.constexpr = 2048 // raw.shape[1]
+    d = gl.arange(0, raw.shape[1], layout=gl.SliceLayout(0, layout))
+    for chunk in gl.static_range(raw.shape[0] // CHUNK):
+        n = key + chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))
+        rows, valid, wrong = _key_rows(kv_indices_ptr, n, kv_start, kv_len, readable, num_pages,
+                                       _pieces(stride_page, 16), _pieces(stride_token, 16), PAGE_SIZE, DENSE)  # fmt: skip
+        bad |= wrong
+        mask = valid.expand_dims(1) & (d < DIM).expand_dims(0)
+        pointers = ptr + rows.expand_dims(1) + d.expand_dims(0)
+        async_copy.async_copy_global_to_shared(raw.slice(chunk * CHUNK, CHUNK, 0), pointers, mask=mask)
+    return bad
+
+
+@gluon.jit
+def _widen_codes(raw, buf, bar, layout: gl.constexpr):
+    CHUNK: gl.constexpr = 2048 // raw.shape[1]
+    for chunk in gl.static_range(raw.shape[0] // CHUNK):
+        codes = raw.slice(chunk * CHUNK, CHUNK, 0).load(layout)
+        buf.slice(chunk * CHUNK, CHUNK, 0).store(codes.to(buf.dtype))
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def _produce_fp8(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages, num_indices,
+                 stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
+                 k_raw, v_raw, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                 HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
+                 BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Four warps: the rows of each block one by one, wherever they are; the next block of K comes while one of V is widened."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
+    layout_v: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_DV, BLOCK_DV // 16], [4, 1], [1, 0])
+    worker = gl.program_id(0)
+    stage = 0
+    phase = 1
+    segment_begin = gl.load(worker_indptr_ptr + worker)
+    segment_end = gl.load(worker_indptr_ptr + worker + 1)
+    tile = _load_tile_id(segments_ptr, segment_begin, segment_end)
+    for segment in range(segment_begin, segment_end):
+        kv_head, _q, _l, _r, kv_start, kv_len, end, num_blocks = _load_tile(
+            segments_ptr, tiles_ptr, segment, tile, heads_per_row
+        )
+        tile = _load_tile_id(segments_ptr, segment + 1, segment_end)
+        readable = _readable_len(kv_start, kv_len, num_pages, num_indices, PAGE_SIZE, DENSE)
+        k_head = k_ptr + kv_head.to(gl.int64) * _pieces(stride_k_head, 16)
+        v_head = v_ptr + kv_head.to(gl.int64) * _pieces(stride_v_head, 16)
+        key = (end - 1) * BLOCK_N
+        bad = gl.full([2048 // BLOCK_D], 0, gl.int32, gl.SliceLayout(1, layout)) | (readable < kv_len).to(gl.int32)
+        bad_v = gl.full([2048 // BLOCK_DV], 0, gl.int32, gl.SliceLayout(1, layout_v))
+        bad = _copy_codes(k_raw, k_head, kv_indices_ptr, key, kv_start, kv_len, readable, num_pages,
+                          stride_k_page, stride_k_token, bad, HEAD_DIM, PAGE_SIZE, DENSE, layout)  # fmt: skip
+        async_copy.commit_group()
+        bad_v = _copy_codes(v_raw, v_head, kv_indices_ptr, key, kv_start, kv_len, readable, num_pages,
+                            stride_v_page, stride_v_token, bad_v, HEAD_DIM_V, PAGE_SIZE, DENSE, layout_v)  # fmt: skip
+        async_copy.commit_group()
+        for i in range(num_blocks):
+            key -= BLOCK_N
+            async_copy.wait_group(1)
+            mbarrier.wait(k_empty.index(stage), phase)
+            if i == num_blocks - 1:
+                one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+                found = gl.full([1], 0, gl.int32, one) | gl.max(bad, 0)
+                flags.index((segment - segment_begin) % FLAGS).store(found)
+            _widen_codes(k_raw, k_bufs.index(stage), k_full.index(stage), layout)
+            if i + 1 < num_blocks:
+                bad = _copy_codes(k_raw, k_head, kv_indices_ptr, key, kv_start, kv_len, readable, num_pages,
+                                  stride_k_page, stride_k_token, bad, HEAD_DIM, PAGE_SIZE, DENSE, layout)  # fmt: skip
+            async_copy.commit_group()
+            async_copy.wait_group(1)
+            mbarrier.wait(v_empty.index(stage), phase)
+            _widen_codes(v_raw, v_bufs.index(stage), v_full.index(stage), layout_v)
+            if i + 1 < num_blocks:
+                bad_v = _copy_codes(v_raw, v_head, kv_indices_ptr, key, kv_start, kv_len, readable, num_pages,
+                                    stride_v_page, stride_v_token, bad_v, HEAD_DIM_V, PAGE_SIZE, DENSE, layout_v)  # fmt: skip
+            async_copy.commit_group()
+            stage, phase = _next(stage, phase, STAGES)
+
+
+@gluon.jit
 def _key_rows(kv_indices_ptr, n, kv_start, kv_len, readable, num_pages, stride_page, stride_token,
               PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr):  # fmt: skip
     """Keys n of a request -> (element offsets of their rows, which may be read, which should have been readable)."""
@@ -252,10 +336,15 @@ def _key_rows(kv_indices_ptr, n, kv_start, kv_len, readable, num_pages, stride_p
 def _produce(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
              heads_per_row, num_pages, num_indices, stride_k_page, stride_k_token, stride_k_head,
              stride_v_page, stride_v_token, stride_v_head,
-             k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+             k_raw, v_raw, k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
              HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr, GATHER: gl.constexpr,
              BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    if GATHER:
+    if k_raw.dtype != k_bufs.dtype:
+        _produce_fp8(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
+                     num_indices, stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
+                     k_raw, v_raw, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                     HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES)  # fmt: skip
+    elif GATHER:
         _produce_gather(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
                         num_indices, stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
                         k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
@@ -278,7 +367,7 @@ def _row_index(row_begin, rows, GROUP: gl.constexpr):
 def _fetch_q(q_ptr, q_buf, kv_head, q_start, qo_len, row_begin, num_q_starts, num_q_tokens,
              stride_start, stride_token, stride_head,
              GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, DENSE: gl.constexpr):  # fmt: skip
-    """Start copying 64 packed rows of q; rows past the request become zero."""
+    """Start copying 64 packed rows of q, or copy them if they are fp8; rows past the request become zero."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
@@ -288,8 +377,11 @@ def _fetch_q(q_ptr, q_buf, kv_head, q_start, qo_len, row_begin, num_q_starts, nu
     offsets += token.to(gl.int64) * _pieces(stride_token) + head.to(gl.int64) * _pieces(stride_head)
     pointers = q_ptr + offsets.expand_dims(1) + d.expand_dims(0)
     mask = valid.expand_dims(1) & (d < HEAD_DIM).expand_dims(0)
-    async_copy.async_copy_global_to_shared(q_buf, pointers, mask=mask)
-    async_copy.commit_group()
+    if q_ptr.dtype.element_ty == q_buf.dtype:
+        async_copy.async_copy_global_to_shared(q_buf, pointers, mask=mask)
+        async_copy.commit_group()
+    else:
+        q_buf.store(gl.load(pointers, mask=mask, other=0.0).to(q_buf.dtype))
 
 
 @gluon.jit
@@ -459,11 +551,11 @@ def _merge(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, rows, dims, BL
 
 
 @gluon.jit
-def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
              partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
              sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
              stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
-             stride_lse_start, stride_lse_token, stride_lse_head,
+             stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
              q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
              GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, DENSE: gl.constexpr,
              GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
@@ -477,7 +569,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16]
     )
     operand: gl.constexpr = gl.DotOperandLayout(0, output, 2)
-    element: gl.constexpr = q_ptr.dtype.element_ty
+    element: gl.constexpr = out_ptr.dtype.element_ty
     if HAS_SOFT_CAP:
         score_scale = sm_scale / logits_soft_cap * (2.0 * LOG2E)  # tanh(x) = 1 - 2 / (1 + exp(2 x))
     else:
@@ -531,6 +623,9 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
             first_seen = last_key - window_left
         else:
             first_seen = last_key
+        head_scale = score_scale
+        if k_scale_ptr is not None:
+            head_scale *= gl.load(k_scale_ptr + kv_head * stride_k_scale)
         peak = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, scores))
         total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, scores))
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, output)
@@ -550,7 +645,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
         s_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), no_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, (s_token,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        p, peak, total, _factor = _softmax(s, peak, total, key, last, first_seen, score_scale, cap_log2e,
+        p, peak, total, _factor = _softmax(s, peak, total, key, last, first_seen, head_scale, cap_log2e,
                                      True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores)  # fmt: skip
         p = _pack(p, element)
         if Q_BUFFERS == 2:
@@ -566,14 +661,14 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
         for _ in range(1, num_masked):
             key -= BLOCK_N
             p, peak, total, acc, stage, phase, turn = _iterate(
-                q, p, peak, total, acc, stage, phase, turn, key, last, first_seen, score_scale, cap_log2e,
+                q, p, peak, total, acc, stage, phase, turn, key, last, first_seen, head_scale, cap_log2e,
                 k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half,
                 GATHER, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
             )  # fmt: skip
         for _ in range(num_masked, num_blocks):
             key -= BLOCK_N
             p, peak, total, acc, stage, phase, turn = _iterate(
-                q, p, peak, total, acc, stage, phase, turn, key, last, first_seen, score_scale, cap_log2e,
+                q, p, peak, total, acc, stage, phase, turn, key, last, first_seen, head_scale, cap_log2e,
                 k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half,
                 GATHER, False, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
             )  # fmt: skip
@@ -594,6 +689,8 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
         safe = gl.where(total == 0.0, 1.0, total)
         lse2 = gl.convert_layout(gl.where(total == 0.0, NEG_INF, peak + gl.log2(safe)), gl.SliceLayout(1, output))
         scale = gl.convert_layout(1.0 / safe, gl.SliceLayout(1, output))
+        if v_scale_ptr is not None:
+            scale *= gl.load(v_scale_ptr + kv_head * stride_v_scale)
         acc = acc * scale.expand_dims(1)
         finished = num_slots == 1
         acc = gl.where(is_bad, 0.0, acc)
@@ -630,24 +727,26 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, seg
 
 # Sizes of the batch are not specialised on: no compilation for a batch of one, or of a multiple of 16.
 @gluon.jit(
-    do_not_specialize=["window_left", "heads_per_row", "num_q_starts", "num_q_tokens", "num_pages", "num_indices"]
-)
-def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+    do_not_specialize=["window_left", "heads_per_row", "num_q_starts", "num_q_tokens", "num_pages", "num_indices",
+                       "stride_k_scale", "stride_v_scale"]
+)  # fmt: skip
+def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
             partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
             sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens, num_pages, num_indices,
             stride_q_start, stride_q_token, stride_q_head,
             stride_k_page, stride_k_token, stride_k_head,
             stride_v_page, stride_v_token, stride_v_head,
             stride_o_start, stride_o_token, stride_o_head,
-            stride_lse_start, stride_lse_token, stride_lse_head,
+            stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
             GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
             GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr, HAS_LSE: gl.constexpr,
             BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOX: gl.constexpr, Q_BUFFERS: gl.constexpr, STAGES: gl.constexpr,
             CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """Arguments as in `kernels.forward`, but for these. k, v: TMA descriptors of boxes [1, 1, BOX, 64] in [pages or requests, heads,
     tokens, dims]; pointers for GATHER. heads_per_row: KV heads that a row of the tile table stands for, one after the other from the
-    row's HEAD column on. The tile is 128 packed rows; counters has two counters a split tile."""
-    element: gl.constexpr = q_ptr.dtype.element_ty
+    row's HEAD column on. The tile is 128 packed rows; counters has two counters a split tile. fp8 k and v are pointers; q may be
+    fp8 as well."""
+    element: gl.constexpr = out_ptr.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     # Q_BUFFERS q buffers a consumer; the one that is done with serves to write the output.
     widest: gl.constexpr = max(BLOCK_D, BLOCK_DV)
@@ -663,7 +762,15 @@ def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, se
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     flags = gl.allocate_shared_memory(gl.int32, [FLAGS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    arrivals: gl.constexpr = 128 if GATHER else 1  # each thread of the gathering producer arrives
+    FP8: gl.constexpr = k_scale_ptr is not None
+    arrivals: gl.constexpr = 128 if GATHER and not FP8 else 1  # each thread of the gathering producer arrives
+    if FP8:
+        rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        k_raw = gl.allocate_shared_memory(k.dtype.element_ty, [BLOCK_N, BLOCK_D], rows)
+        v_raw = gl.allocate_shared_memory(k.dtype.element_ty, [BLOCK_N, BLOCK_DV], rows)
+    else:
+        k_raw = k_bufs
+        v_raw = v_bufs
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
@@ -679,27 +786,27 @@ def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, se
     gl.warp_specialize(
         [
             (_consume, (FIRST,
-                     q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+                     q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
                      partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
                      sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
                      stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
-                     stride_lse_start, stride_lse_token, stride_lse_head,
+                     stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
                      q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
                      GROUP, HEAD_DIM, HEAD_DIM_V, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
                      BLOCK_N, BLOCK_D, BLOCK_DV, Q_BUFFERS, STAGES)),
             (_consume, (SECOND,
-                     q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+                     q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
                      partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
                      sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
                      stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
-                     stride_lse_start, stride_lse_token, stride_lse_head,
+                     stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
                      q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
                      GROUP, HEAD_DIM, HEAD_DIM_V, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
                      BLOCK_N, BLOCK_D, BLOCK_DV, Q_BUFFERS, STAGES)),
             (_produce, (k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
                         heads_per_row, num_pages, num_indices, stride_k_page, stride_k_token, stride_k_head,
                         stride_v_page, stride_v_token, stride_v_head,
-                        k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                        k_raw, v_raw, k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
                         HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, GATHER, BLOCK_N, BLOCK_D, BLOCK_DV, BOX, STAGES)),
         ],
         [4, PRODUCER_WARPS],

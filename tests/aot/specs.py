@@ -162,7 +162,7 @@ def attention_specs() -> Iterator[Spec]:
     # dtype, head dim, (block m, n), warps, stages, known spills, what differs from `plain`
     cases: list[tuple[str, int, tuple[int, int], int, int, int, dict[str, Any]]] = [
         ("bf16", 128, (16, 128), 4, 3, 36, {}),
-        ("bf16", 128, (16, 128), 4, 3, 36, {"PAGE_SIZE": 1}),
+        ("bf16", 128, (16, 128), 4, 3, 38, {"PAGE_SIZE": 1}),
         ("fp16", 64, (16, 128), 4, 3, 0, {"GROUP": 3, "HAS_WINDOW": True}),
         ("bf16", 256, (16, 64), 8, 2, 0, {}),
         ("bf16", 128, (32, 64), 4, 3, 4, {"HAS_SOFT_CAP": True}),
@@ -221,14 +221,23 @@ def hopper_specs() -> Iterator[Spec]:
         ("bf16", 128, 128, 128, 2, 2, 128, 24, {"CAUSAL": False}),
         ("bf16", 128, 128, 128, 2, 2, 16, 36, {"PAGE_SIZE": 16}),
         ("bf16", 128, 128, 128, 2, 2, 128, 36, {"PAGE_SIZE": 256, "HAS_WINDOW": True}),
-        ("bf16", 128, 128, 128, 2, 2, 0, 36, {"PAGE_SIZE": 1}),
+        ("bf16", 128, 128, 128, 2, 2, 0, 71, {"PAGE_SIZE": 1}),
         ("fp16", 72, 72, 128, 2, 2, 0, 63, {"GROUP": 7, "HAS_SOFT_CAP": True}),
         ("fp16", 64, 64, 128, 2, 3, 64, 12, {"PAGE_SIZE": 64, "HAS_SOFT_CAP": True}),
         ("bf16", 256, 256, 64, 1, 2, 64, 47, {}),
         ("bf16", 192, 128, 64, 1, 2, 16, 12, {"PAGE_SIZE": 16}),
         ("bf16", 256, 256, 64, 1, 2, 0, 184, {"PAGE_SIZE": 1}),
     ]
-    for dtype, dim, dim_v, block_n, q_buffers, stages, box, known_spills, changed in cases:
+    fp8: list[tuple[str, int, int, int, int, int, int, int, dict[str, Any]]] = [
+        ("bf16", 128, 128, 128, 2, 2, 0, 60, {"PAGE_SIZE": 16}),
+        ("fp16", 80, 80, 128, 2, 2, 0, 65, {"HAS_SOFT_CAP": True, "GROUP": 7}),
+        ("bf16", 64, 64, 128, 2, 3, 0, 0, {"DENSE": True, "CAUSAL": False, "HAS_WINDOW": True}),
+        ("bf16", 256, 256, 64, 1, 2, 0, 134, {"PAGE_SIZE": 1}),
+    ]
+    for number, case in enumerate([*cases, *fp8, *fp8[:2]]):
+        dtype, dim, dim_v, block_n, q_buffers, stages, box, known_spills, changed = case
+        codes = number >= len(cases)  # the last ones with q in fp8 as well
+        queries = "fp8e4nv" if number >= len(cases) + len(fp8) else dtype
         blocks = {f"BLOCK_{name}": max(1 << (size - 1).bit_length(), 64) for name, size in (("D", dim), ("DV", dim_v))}
         constants = plain | {"HEAD_DIM": dim, "HEAD_DIM_V": dim_v, "BLOCK_N": block_n, **blocks} | changed
         constants |= {"GATHER": box == 0, "BOX": box, "Q_BUFFERS": q_buffers, "STAGES": stages, "num_warps": 4}
@@ -236,13 +245,19 @@ def hopper_specs() -> Iterator[Spec]:
             zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), (232, 40) if box else (224, 64), strict=True)
         )
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-        keys = f"tensordesc<{dtype}[1, 1, {box}, 64],{layout!r}>" if box else f"*{dtype}"
+        keys = f"tensordesc<{dtype}[1, 1, {box}, 64],{layout!r}>" if box else "*fp8e4nv" if codes else f"*{dtype}"
         details = ", ".join(f"{name.lower()}={value}" for name, value in changed.items())
+        types = shared | pointers(queries, "q") | pointers(dtype, "out") | {"k": keys, "v": keys}
+        if codes:
+            types |= pointers("fp32", "k_scale", "v_scale")
+        else:
+            constants |= {"k_scale_ptr": None, "v_scale_ptr": None}
+        name = f"{dtype} {'' if queries == dtype else 'fp8 queries '}{'fp8 keys ' if codes else ''}D={dim},{dim_v}"
         yield Spec(
-            f"hopper attention {dtype} D={dim},{dim_v} box={box} {details}".strip(),
+            f"hopper attention {name} box={box} {details}".strip(),
             hopper_prefill.prefill,
             constants,
-            shared | pointers(dtype, "q", "out") | {"k": keys, "v": keys},
+            types,
             unaligned=("stride_lse_head", "stride_q_head", "stride_k_head") if dim == 72 else ("stride_lse_head",),
             tensor_cores=True,
             known_spills=known_spills,
@@ -371,7 +386,7 @@ def small_specs() -> Iterator[Spec]:
         *((parts.measure_parts, workers | {"BLOCK": 1024, "CUT": cut}, 4) for cut in (0, 1, 2)),
         *((parts.fill_parts, {"CUT": cut, "BLOCK": 128}, 4) for cut in (0, 1, 2)),
     ]
-    known_spills = {shares.plan_shares: AROUND_CALLS, shares.measure_waves: 4}  # the latter around its loops
+    known_spills = {shares.plan_shares: AROUND_CALLS, shares.measure_waves: 6}  # the latter around its loops
     for kernel, constants, num_warps in planners:
         types = {argument: kind for argument, kind in rows.items() if argument in kernel.arg_names}
         unaligned = tuple(size for size in sizes if size in kernel.arg_names)

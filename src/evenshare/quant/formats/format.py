@@ -32,7 +32,7 @@ class Format:
         quantised layers only.
     matches: whether a model's quantization_config is of this format, in a variant that can be read.
     unpack, pack: the reader and the writer, after the checks of `read` and `write`.
-    refusal: why the format cannot hold a weight, or None.
+    refusal: why the format cannot hold a weight, or None. On the meta device it looks at the shapes alone.
     describe: the quantization_config of layers {name: weight} in a model whose modules `skipped` are not quantised.
     """
 

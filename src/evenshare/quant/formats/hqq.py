@@ -73,7 +73,7 @@ def _refusal(weight: QuantizedWeight) -> str | None:
         return f"its groups of {weight.group_size} do not cut its {weight.k} columns evenly"
     if weight.bits == 4 and weight.n * weight.num_groups % 2:
         return f"its {weight.n * weight.num_groups} groups are an odd number, and two share a row of bytes"
-    if weight.offsets is not None:
+    if weight.offsets is not None and not weight.offsets.is_meta:
         scales, zeros = (part.float() for part in _float_zeros(weight))
         if not torch.equal(-(zeros * scales), weight.offsets.float()):
             return "its offsets are not all a float zero point times the scale, rounded once"

@@ -62,7 +62,7 @@ def refusal(weight: QuantizedWeight) -> str | None:
         return "it has a permutation"
     if weight.group_size != GROUP_SIZE or weight.k % GROUP_SIZE:
         return f"its groups are {weight.group_size} of {weight.k} columns, not {GROUP_SIZE}"
-    if split_scales(weight.scales) is None:
+    if not weight.scales.is_meta and split_scales(weight.scales) is None:
         return "its scales are no e4m3 numbers over one float32 (do its rows come from several tensors?)"
     return None
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from evenshare.quant import QuantizedWeight, prepare, w4a16_matmul, w8a16_matmul
+from evenshare.quant import QuantizedWeight, launch, prepare, w4a16_matmul, w8a16_matmul
 from evenshare.quant import plan as quant_plan
+from evenshare.quant.encodings import CODEBOOKS
 from evenshare.quant.plan import plan_matmul
-from tests.quant.helpers import ZERO_FORMS, assert_product, product, random_weight
+from evenshare.quant.rounding import pack_codes
+from tests.quant.helpers import FORMS, ZERO_FORMS, assert_product, product, random_permutation, random_weight
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
@@ -24,8 +26,7 @@ def _split_small_problems(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plan_matmul.cache_clear()
 
 
-@pytest.mark.parametrize("zero_form", ZERO_FORMS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "zero_form"), [(4, form) for form in FORMS] + [(8, form) for form in ZERO_FORMS])
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
 def test_every_form(device: torch.device, group_size: int, bits: int, zero_form: str) -> None:
     weight = random_weight(40, 328, group_size, zero_form, bits, device=device)
@@ -39,6 +40,37 @@ def test_every_shape(device: torch.device, m: int, n: int, k: int) -> None:
     weight = random_weight(n, k, 16, "offsets", device=device)
     x = torch.randn(m, k, device=device)
     assert_product(product(x, weight, backend="triton"), x, weight)
+
+
+@pytest.mark.parametrize("encoding", list(CODEBOOKS))
+def test_every_code_in_every_place(encoding: str, device: torch.device) -> None:
+    """All 16 codes in all 8 places of a word, bit for bit, with scales from 2^-20 to 2^20."""
+    codes = (torch.arange(128)[None, :] + torch.arange(16)[:, None]) % 16
+    scales = torch.exp2(torch.linspace(-20, 20, 16).round())[:, None]
+    weight = QuantizedWeight(pack_codes(codes.to(torch.uint8), 4), scales, 128, -1, encoding=encoding).to(device)
+    y = product(torch.eye(128, device=device), weight, backend="triton")
+    assert torch.equal(y.T, torch.tensor(CODEBOOKS[encoding], device=device)[codes.to(device)] * scales.to(device))
+
+
+@pytest.mark.parametrize("padding", [0, 1, 56])
+@pytest.mark.parametrize(("bits", "zero_form"), [(4, "symmetric"), (4, "offsets"), (8, "zeros"), (4, "e2m1")])
+def test_permutations(bits: int, zero_form: str, padding: int, device: torch.device) -> None:
+    weight = random_weight(40, 200, 16, zero_form, bits, device=device, permutation=random_permutation(200, padding))
+    for m in (1, 20, launch.GATHER_ROWS + 1):
+        x = torch.randn(m, 400, device=device)[:, ::2]
+        assert_product(product(x, weight, backend="triton"), x, weight)
+
+
+def test_padding_reads_nothing(device: torch.device) -> None:
+    """A NaN in x reaches the rows of its token alone, and a column of W that is missing does not pass it on."""
+    permutation = torch.cat((torch.arange(20), torch.full((12,), -1))).int()
+    weight = random_weight(8, 21, 16, device=device, permutation=permutation)
+    x = torch.randn(3, 21, device=device)
+    x[:, 20] = float("nan")
+    y = product(x, weight, backend="triton")
+    assert y.isfinite().all()
+    x[:, 20] = 0
+    assert torch.equal(y, product(x, weight, backend="triton"))
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32])

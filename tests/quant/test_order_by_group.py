@@ -32,7 +32,8 @@ def test_the_weight_is_the_one_that_is_meant(groups: int, group_size: int, shard
     weight, meant = stored(codes[:, shard], scales, g_idx[shard], group_size)
     assert torch.equal(weight.dequantize(), meant)
     x = torch.randn(3, weight.k, device=device)
-    assert_product(w4a16_matmul(x, weight.to(device), backend="cpu"), x, weight.to(device))
+    for backend in ("cpu", "triton"):
+        assert_product(w4a16_matmul(x, weight.to(device), backend=backend), x, weight.to(device))
 
 
 def test_even_groups_are_sorted_alone() -> None:

@@ -47,10 +47,9 @@ class Int4Weight:
 
 @dataclass(frozen=True)
 class PermutedInt4Weight:
-    """An `Int4Weight` of stored columns, and the columns of x in that order."""
+    """An `Int4Weight` of stored columns: for x in their order."""
 
     weight: Int4Weight
-    columns: torch.Tensor  # int64 [stored_k]; k for padding, where x gets a column of zeros
 
 
 def int4_group_size(weight: QuantizedWeight) -> int:
@@ -70,8 +69,7 @@ def pack(weight: QuantizedWeight, dtype: torch.dtype) -> Int4Weight | PermutedIn
             with _one_thread() if weight.n * weight.stored_k < ONE_THREAD_ELEMENTS else nullcontext():
                 found = pack_int4(weight, group_size)
             if weight.permutation is not None:
-                columns = weight.permutation.long()
-                found = PermutedInt4Weight(found, torch.where(columns < 0, weight.k, columns))
+                found = PermutedInt4Weight(found)
         elif dtype == torch.float32:
             found = weight.dequantize(torch.float32)
         else:
@@ -127,7 +125,7 @@ def matmul(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     if m == 0:
         return x.new_empty(0, weight.n)
     if isinstance(operand, PermutedInt4Weight):
-        x, operand = F.pad(x, (0, 1)).index_select(1, operand.columns), operand.weight
+        x, operand = weight.gather(x), operand.weight
     x = torch.cat((x, x), 1) if operand.repeats == 2 else x.contiguous()
     return torch._weight_int4pack_mm_for_cpu(x, operand.codes, operand.group_size, operand.scales_and_zeros)
 

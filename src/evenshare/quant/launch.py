@@ -12,6 +12,10 @@ from evenshare.quant.kernels.w4a16 import w4a16
 from evenshare.quant.plan import plan_matmul
 from evenshare.quant.weight import QuantizedWeight
 
+# Permuted columns of x are gathered in the kernel, element by element, for every column tile again; for more rows than this once
+# before, so that the kernel loads vectors.
+GATHER_ROWS = 64
+
 
 def matmul(
     x: torch.Tensor,
@@ -24,11 +28,15 @@ def matmul(
     """out [m, n] = activation(x [m, k] Wᵀ + bias); m and n at least 1, any strides."""
     m, n = out.shape
     packed = packing.pack(weight)
+    permutation = packed.permutation
+    if permutation is not None and m > GATHER_ROWS:
+        x, permutation = weight.gather(x), None
     tile, plan = plan_matmul(m, n, packed.num_steps, x.element_size(), target.num_sms)
     workspace = stream_workspace(plan.max_slots * tile.block_m * tile.block_n, plan.max_counters, x.device)
     with torch.cuda.device_of(x):  # the tensors' GPU, not the current one
         w4a16[(plan.num_workers,)](
             x,
+            permutation,
             packed.words,
             packed.scales,
             packed.zeros,
@@ -38,7 +46,7 @@ def matmul(
             workspace.counters,
             m,
             n,
-            weight.k,
+            x.shape[1],
             packed.padded_n,
             *x.stride(),
             *out.stride(),
@@ -48,7 +56,7 @@ def matmul(
             plan.num_whole,
             BITS=weight.bits,
             GROUP_SIZE=packed.group_size,
-            ZERO_FORM=packed.zero_form,
+            FORM=packed.form,
             HAS_BIAS=bias is not None,
             ACTIVATION=get_activation(activation),
             BLOCK_M=tile.block_m,

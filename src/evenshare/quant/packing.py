@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from evenshare.quant.kernels.w4a16 import FLOAT_OFFSETS, INTEGER_ZEROS, LANES, SYMMETRIC
+from evenshare.quant.kernels.dequantize import E2M1, FLOAT_OFFSETS, INTEGER_ZEROS, LANES, NF4, SYMMETRIC
 from evenshare.quant.weight import QuantizedWeight
 
 # Columns are padded so that no load of the weight needs a mask and every row of words is 16-byte aligned: the widest tile.
 COLUMN_MULTIPLE = 128
+FORMS = {"integer": SYMMETRIC, "e2m1": E2M1, "nf4": NF4}  # without zeros or offsets
 ONE_GROUP = 1 << 30  # a group size that no k reaches: per-channel weights, whatever their k
 
 
@@ -21,7 +22,8 @@ class TritonWeight:
     words: torch.Tensor  # int32 [num_steps * LANES, padded_n]
     scales: torch.Tensor  # [padded_groups, padded_n], dtype of the canonical scales
     zeros: torch.Tensor  # like scales: uint8 zeros or float offsets; the scales again where the form has none
-    zero_form: int
+    permutation: torch.Tensor | None  # int32 [num_steps * columns of a step], padded with -1
+    form: int
     group_size: int  # ONE_GROUP if there is only one
     padded_n: int
 
@@ -54,9 +56,7 @@ def pack(weight: QuantizedWeight) -> TritonWeight:
 
 
 def _pack(weight: QuantizedWeight) -> TritonWeight:
-    if weight.encoding != "integer" or weight.permutation is not None:
-        raise NotImplementedError("weight: got an encoding or a permutation, want none for the portable kernel")
-    n, k = weight.shape
+    n, k = weight.n, weight.stored_k
     planes, step = 32 // weight.bits, step_size(weight.bits)
     padded_n = -(-max(n, 1) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     num_steps = -(-k // step)
@@ -78,5 +78,8 @@ def _pack(weight: QuantizedWeight) -> TritonWeight:
     elif weight.zeros is not None:
         zeros, form = columns(weight.zeros), INTEGER_ZEROS
     else:
-        zeros, form = scales, SYMMETRIC
-    return TritonWeight(words.view(-1, padded_n), scales, zeros, form.value, group_size, padded_n)
+        zeros, form = scales, FORMS[weight.encoding]
+    permutation = weight.permutation
+    if permutation is not None:
+        permutation = torch.nn.functional.pad(permutation, (0, num_steps * step - k), value=-1)
+    return TritonWeight(words.view(-1, padded_n), scales, zeros, permutation, form.value, group_size, padded_n)

@@ -181,6 +181,11 @@ class QuantizedWeight:
         ordered = stored.new_zeros(self.n, self.k + 1)
         return ordered.index_copy_(1, torch.where(columns < 0, self.k, columns), stored)[:, : self.k].contiguous()
 
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [m, k] -> [m, stored_k]: its columns in the order of the stored ones, zeros for padding."""
+        # -1 is the last column, one of zeros.
+        return x if self.permutation is None else torch.nn.functional.pad(x, (0, 1))[:, self.permutation]
+
     def lookup(self, indices: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Embedding lookup: rows `indices` (integer, any shape), dequantised: [*indices.shape, k]. Only those rows are read."""
         return self.take_rows(indices.reshape(-1)).dequantize(dtype).view(*indices.shape, self.k)

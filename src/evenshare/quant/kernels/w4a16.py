@@ -4,10 +4,8 @@ A k-step is one 32-bit word per column and lane: LANES rows of words hold PLANES
 is LANES columns of W further along k. A plane is thus a [LANES, BLOCK_N] operand of one dot, unpacked without any shuffle,
 and as every group is a multiple of LANES it has one scale per column. Words lie with n innermost: 16-byte loads.
 
-Codes become numbers in float32, scale and zero point included, and are rounded once to the dtype of x before the dot, so
-nothing larger than a weight is ever held in 16 bits. Sums and partials are float32. An integer below 2^23 put into the mantissa
-of 2^23 is 2^23 plus that integer: a code becomes a number by one and-or where it lies, without shift or conversion; what its
-place multiplies it by is taken out of the scale. All of it is exact.
+Codes become numbers in float32 (`dequantize`), scale and zero point included, and are rounded once to the dtype of x before the
+dot, so nothing larger than a weight is ever held in 16 bits. Sums and partials are float32.
 """
 
 import triton
@@ -16,37 +14,13 @@ import triton.language as tl
 from evenshare.device.epilogue import store_tile
 from evenshare.device.merge import merge_split_tile
 from evenshare.device.segments import share_begin
-
-LANES = tl.constexpr(16)  # the k of one 16-bit mma, and the smallest group
-# How a code becomes a number: `ZERO_FORM`.
-SYMMETRIC = tl.constexpr(0)
-INTEGER_ZEROS = tl.constexpr(1)
-FLOAT_OFFSETS = tl.constexpr(2)
-TWO_TO_23 = tl.constexpr(8388608.0)
-BITS_OF_TWO_TO_23 = tl.constexpr(0x4B000000)
+from evenshare.quant.kernels.dequantize import FLOAT_OFFSETS, INTEGER_ZEROS, LANES, dequantize
 
 
 @triton.jit
-def _dequantize(words, scale, zero, PLANE: tl.constexpr, BITS: tl.constexpr, ZERO_FORM: tl.constexpr):
-    """Plane PLANE of `words` as float32; `zero` is the zero point or the offset."""
-    # Codes in the low 20 bits are used in place, the others after one shift that they share.
-    PLANES_IN_PLACE: tl.constexpr = 20 // BITS
-    SHIFT: tl.constexpr = PLANE // PLANES_IN_PLACE * PLANES_IN_PLACE * BITS
-    UNIT: tl.constexpr = 1 << (PLANE % PLANES_IN_PLACE * BITS)
-    raised = ((words >> SHIFT) & (((1 << BITS) - 1) * UNIT)) | BITS_OF_TWO_TO_23
-    raised = raised.to(tl.float32, bitcast=True)  # 2^23 + code * UNIT
-    if ZERO_FORM == SYMMETRIC:
-        weight = (raised - (TWO_TO_23 + (1 << (BITS - 1)) * UNIT)) * (scale * (1.0 / UNIT))
-    elif ZERO_FORM == INTEGER_ZEROS:
-        weight = (raised - (TWO_TO_23 + zero * UNIT)) * (scale * (1.0 / UNIT))
-    else:
-        weight = (raised - TWO_TO_23) * (scale * (1.0 / UNIT)) + zero
-    return weight
-
-
-@triton.jit
-def _accumulate(x_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, padded_n, begin, end, stride_x_m, stride_x_k,
-                BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, ZERO_FORM: tl.constexpr,
+def _accumulate(x_ptr, permutation_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, padded_n, begin, end,
+                stride_x_m, stride_x_k,
+                BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, FORM: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
     """float32 [BLOCK_M, BLOCK_N] of k-steps [begin, end)."""
     PLANES: tl.constexpr = 32 // BITS
@@ -63,13 +37,18 @@ def _accumulate(x_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, pa
                 group = tl.cast(first // GROUP_SIZE, tl.int64) * padded_n + columns
                 scale = tl.load(scales_ptr + group).to(tl.float32)[None, :]
                 zero = scale
-                if ZERO_FORM != SYMMETRIC:
+                if FORM == INTEGER_ZEROS or FORM == FLOAT_OFFSETS:
                     zero = tl.load(zeros_ptr + group).to(tl.float32)[None, :]
-            weight = _dequantize(words, scale, zero, plane, BITS, ZERO_FORM)
+            weight = dequantize(words, scale, zero, plane, BITS, FORM)
             at = lanes + first
+            if permutation_ptr is None:
+                present = at < k
+            else:
+                at = tl.load(permutation_ptr + at)  # padded with -1 like the words
+                present = at >= 0
             x = tl.load(
                 x_ptr + row_offsets[:, None] + at.to(tl.int64)[None, :] * stride_x_k,
-                mask=(rows < m)[:, None] & (at < k)[None, :],
+                mask=(rows < m)[:, None] & present[None, :],
                 other=0.0,
             )
             acc = tl.dot(x, weight.to(x.dtype), acc, input_precision="ieee")
@@ -78,10 +57,10 @@ def _accumulate(x_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, pa
 
 # What changes from call to call is not specialised on: no compilation for m = 1, or for a plan of one tile.
 @triton.jit(do_not_specialize=["m", "num_workers", "num_tiles", "iters_per_tile", "num_whole"])
-def w4a16(x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr,
+def w4a16(x_ptr, permutation_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr,
           m, n, k, padded_n, stride_x_m, stride_x_k, stride_out_m, stride_out_n,
           num_workers, num_tiles, iters_per_tile, num_whole,
-          BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, ZERO_FORM: tl.constexpr, HAS_BIAS: tl.constexpr,
+          BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, FORM: tl.constexpr, HAS_BIAS: tl.constexpr,
           ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
     """One worker of a `UniformPlan`: its whole tiles, then its share of the tail. GROUP_SIZE may exceed k: one group."""
     worker = tl.program_id(0)
@@ -112,8 +91,8 @@ def w4a16(x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partials_p
         tile_n = current // tiles_m
         rows = (current - tile_n * tiles_m) * BLOCK_M + tile_rows
         columns = tile_n * BLOCK_N + tile_columns
-        acc = _accumulate(x_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, padded_n, begin, end,
-                          stride_x_m, stride_x_k, BITS, GROUP_SIZE, ZERO_FORM, BLOCK_M, BLOCK_N, NUM_STAGES)  # fmt: skip
+        acc = _accumulate(x_ptr, permutation_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, padded_n, begin, end,
+                          stride_x_m, stride_x_k, BITS, GROUP_SIZE, FORM, BLOCK_M, BLOCK_N, NUM_STAGES)  # fmt: skip
         complete = end - begin == iters_per_tile
         if not complete:
             acc, complete = merge_split_tile(acc, partials_ptr, counters_ptr, inner, worker, split_tile, iters_per_tile, tail, num_workers,

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from evenshare.quant import QuantizedWeight, quantize
+from evenshare.quant import QuantizedWeight, chunks, quantize, quantize_codebook
 from evenshare.quant.levels import Form, Levels
 from evenshare.quant.refine import _fit
-from evenshare.quant.rounding import CHUNK_ELEMENTS
 
 FORMS: dict[str, dict[str, Any]] = {
     "symmetric": {},
@@ -85,11 +84,25 @@ def test_one_sided_groups_want_float_zero_points() -> None:
 def test_chunks_do_not_show(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dense, seen = torch.randn(37, 64), []
     whole = quantize(dense, 32, refine=True, **FORMS[form])
-    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 10 * 64)
+    monkeypatch.setattr(chunks, "CPU_ELEMENTS", 10 * 64)
     parts = quantize(dense, 32, refine=True, progress=lambda done, n: seen.append((done, n)), **FORMS[form])
     assert torch.equal(whole.codes, parts.codes)
     assert torch.equal(whole.scales, parts.scales)
     assert seen == [(10, 37), (20, 37), (30, 37), (37, 37)]
+
+
+def test_threads_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number is the caller's again, also after an error; inference mode and gradients are the caller's all along."""
+    monkeypatch.setattr(chunks, "CPU_ELEMENTS", 256)
+    threads = torch.get_num_threads()
+    with torch.inference_mode():
+        assert quantize(torch.randn(64, 64), 32, refine=True).codes.is_inference()
+    parameter = torch.nn.Parameter(torch.randn(64, 64))
+    assert not quantize(parameter, 32, refine=True).scales.requires_grad
+    assert not quantize_codebook(parameter, "nf4").scales.requires_grad
+    with pytest.raises(ValueError, match="got a group of range nan"):
+        quantize(torch.full((64, 64), float("nan")), 32)
+    assert torch.get_num_threads() == threads
 
 
 def test_meta_tensors_give_the_shape() -> None:

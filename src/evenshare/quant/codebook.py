@@ -7,11 +7,11 @@ from typing import Literal
 
 import torch
 
+from evenshare.quant.chunks import for_each_chunk
 from evenshare.quant.encodings import CODEBOOKS
 from evenshare.quant.rounding import pack_codes
 from evenshare.quant.weight import QuantizedWeight
 
-CHUNK_ELEMENTS = 1 << 22
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 E8M0_RANGE = (-127, 127)
 
@@ -57,14 +57,15 @@ def quantize_codebook(weight: torch.Tensor, table: str, *, refine: bool = False)
     n, k = weight.shape
     codes = weight.new_empty(n, (k + 1) // 2, dtype=torch.uint8)
     scales = weight.new_empty(n, -(-k // form.group_size), dtype=torch.float32)
-    rows = max(1, CHUNK_ELEMENTS // k)
-    for start in range(0, n, rows):
+
+    def work(rows: slice) -> None:
         # Zeros at the end of the last group change neither its largest magnitude nor its error: every table has a zero.
-        chunk = torch.nn.functional.pad(weight[start : start + rows].float(), (0, -k % form.group_size))
+        chunk = torch.nn.functional.pad(weight[rows].detach().float(), (0, -k % form.group_size))
         groups = chunk.unflatten(1, (-1, form.group_size))
         found, scale = _best(groups, _candidates(groups, form, divisor, refine), values)
-        codes[start : start + rows] = pack_codes(found.flatten(1)[:, :k], 4)
-        scales[start : start + rows] = scale[..., 0]
+        codes[rows], scales[rows] = pack_codes(found.flatten(1)[:, :k], 4), scale[..., 0]
+
+    for_each_chunk(work, weight)
     return QuantizedWeight(codes, scales, k, form.group_size, encoding=form.encoding)
 
 

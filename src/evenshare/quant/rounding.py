@@ -7,13 +7,10 @@ from typing import Literal
 
 import torch
 
+from evenshare.quant.chunks import for_each_chunk
 from evenshare.quant.levels import Form, Levels, nearest_codes
 from evenshare.quant.refine import refine_levels
 from evenshare.quant.weight import GROUP_SIZES, PER_CHANNEL, SCALE_DTYPES, QuantizedWeight
-
-# Weights quantised at a time: on a CPU the temporaries of 1 MB each stay in the caches (two cores refine 30 M weights a second;
-# 7 M with 4 MB each). On a GPU a chunk has to be worth a few hundred launches.
-CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
 def quantize(
@@ -55,13 +52,12 @@ def quantize(
     codes = weight.new_empty(n, k if bits == 8 else (k + 1) // 2, dtype=torch.uint8)
     scales = weight.new_empty(n, num_groups, dtype=scale_dtype)
     shifts = weight.new_empty(n, num_groups, dtype=torch.float32)
-    rows = max(1, CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cuda"]) // k)
-    for start in range(0, n, rows):
-        chunk = slice(start, min(start + rows, n))
-        found, levels = _quantize_rows(weight[chunk].float(), group_size, bits, form, scale_dtype, refine)
+
+    def work(chunk: slice) -> None:
+        found, levels = _quantize_rows(weight[chunk].detach().float(), group_size, bits, form, scale_dtype, refine)
         codes[chunk], scales[chunk], shifts[chunk] = pack_codes(found, bits), levels.scale, levels.shift
-        if progress is not None:
-            progress(chunk.stop, n)
+
+    for_each_chunk(work, weight, progress)
     zeros = shifts.to(torch.uint8) if form is Form.ZEROS else None
     offsets = shifts.to(scale_dtype) if form is Form.OFFSETS else None
     return QuantizedWeight(codes, scales, k, group_size, bits, zeros, offsets)

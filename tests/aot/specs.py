@@ -86,12 +86,15 @@ def gemm_specs() -> Iterator[Spec]:
     scratch = {**pointers("fp32", "partials"), **pointers("i32", "counters")}
     row_major, transposed = ("stride_a_k", "stride_b_n", "stride_out_n"), ("stride_a_k", "stride_b_k", "stride_out_n")
     strides = ("stride_a_m", "stride_a_k", "stride_b_k", "stride_b_n", "stride_out_m", "stride_out_n")
-    # dtype, (block m, n, k), warps, stages, strides of 1, unaligned arguments, activation
+    # dtype, (block m, n, k), warps, stages, strides of 1, unaligned arguments, activation (with it, a bias; gated, a residual)
     cases: list[tuple[str, tuple[int, int, int], int, int, tuple[str, ...], tuple[str, ...], str | None]] = [
         ("bf16", (128, 128, 64), 8, 3, transposed, (), "gelu"),
         ("bf16", (128, 128, 64), 8, 3, row_major, (), None),
         ("fp16", (64, 64, 64), 4, 4, transposed, (), "silu"),
         ("bf16", (64, 64, 64), 4, 4, row_major, (), None),
+        ("bf16", (128, 128, 64), 8, 3, transposed, (), "silu_and_multiply"),
+        ("bf16", (128, 128, 64), 8, 3, row_major, (), "gelu_and_multiply"),
+        ("fp16", (16, 64, 128), 4, 4, row_major, (), "silu_and_multiply"),
         ("bf16", (16, 64, 128), 4, 4, transposed, (), "gelu_tanh"),
         ("bf16", (128, 128, 32), 8, 3, (), ("m", "n", "k", *strides), None),
         ("bf16", (64, 64, 32), 4, 4, (), ("m", "n", "k", *strides), None),
@@ -102,14 +105,20 @@ def gemm_specs() -> Iterator[Spec]:
     ]
     for dtype, block, num_warps, stages, ones, unaligned, activation in cases:
         constants = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), block, strict=True))
-        constants |= {"NUM_STAGES": stages, "HAS_BIAS": activation is not None}
-        constants["ACTIVATION"] = epilogue.get_activation(activation)
+        gated = activation is not None and activation.endswith("_and_multiply")
+        constants |= {"NUM_STAGES": stages, "ACTIVATION": epilogue.get_activation(activation), "GATED": gated}
+        tensors = ["a", "b", "out"]
+        for name, present in (("bias", activation is not None), ("residual", gated)):
+            if present:
+                tensors.append(name)
+            else:
+                constants[f"{name}_ptr"] = None
         layout = "unaligned" if unaligned else "a b.T" if "stride_b_k" in ones else "a b"
         yield Spec(
             f"gemm {dtype} {'x'.join(map(str, block))} {layout} {activation or ''}".strip(),
             matmul.matmul,
             constants,
-            scratch | pointers(dtype, "a", "b", "bias", "out"),
+            scratch | pointers(dtype, *tensors),
             ones,
             unaligned,
             num_warps,
@@ -126,44 +135,53 @@ def w4a16_specs() -> Iterator[Spec]:
         "e2m1": dequantize.E2M1,
         "nf4": dequantize.NF4,
     }
-    # dtype, bits, group, form, block m and n, warps, permutation or not
+    # dtype, bits, group, form, block m and n, warps, what is special
     cases = [
-        ("bf16", 4, 128, "symmetric", 16, 64, 4, False),
-        ("bf16", 4, 32, "offsets", 16, 64, 4, False),
-        ("fp16", 4, 128, "zeros", 32, 64, 4, False),
-        ("bf16", 4, 128, "symmetric", 64, 128, 4, False),
-        ("bf16", 4, 32, "offsets", 128, 128, 8, False),
-        ("bf16", 8, 32, "symmetric", 16, 64, 4, False),
-        ("fp32", 4, 32, "offsets", 16, 64, 4, False),
-        ("fp32", 4, 32, "offsets", 64, 64, 8, False),
-        ("bf16", 4, 16, "e2m1", 16, 64, 4, False),
-        ("bf16", 4, 32, "e2m1", 128, 128, 8, False),
-        ("bf16", 4, 64, "nf4", 16, 64, 4, False),
-        ("bf16", 4, 64, "nf4", 128, 128, 8, False),
-        ("fp16", 4, 16, "zeros", 16, 64, 4, True),
-        ("fp16", 4, 128, "symmetric", 64, 128, 4, True),
+        ("bf16", 4, 128, "symmetric", 16, 64, 4, ""),
+        ("bf16", 4, 32, "offsets", 16, 64, 4, ""),
+        ("fp16", 4, 128, "zeros", 32, 64, 4, ""),
+        ("bf16", 4, 128, "symmetric", 64, 128, 4, ""),
+        ("bf16", 4, 32, "offsets", 128, 128, 8, ""),
+        ("bf16", 8, 32, "symmetric", 16, 64, 4, ""),
+        ("fp32", 4, 32, "offsets", 16, 64, 4, ""),
+        ("fp32", 4, 32, "offsets", 64, 64, 8, ""),
+        ("bf16", 4, 16, "e2m1", 16, 64, 4, ""),
+        ("bf16", 4, 32, "e2m1", 128, 128, 8, ""),
+        ("bf16", 4, 64, "nf4", 16, 64, 4, ""),
+        ("bf16", 4, 64, "nf4", 128, 128, 8, ""),
+        ("fp16", 4, 16, "zeros", 16, 64, 4, "permutation"),
+        ("fp16", 4, 128, "symmetric", 64, 128, 4, "permutation"),
+        ("bf16", 4, 128, "symmetric", 16, 64, 4, "gated"),
+        ("bf16", 4, 128, "symmetric", 128, 128, 8, "gated"),
+        ("bf16", 4, 32, "symmetric", 16, 64, 4, "residual"),
+        ("bf16", 4, 128, "symmetric", 128, 128, 8, "residual"),
     ]
-    for dtype, bits, group, form, block_m, block_n, num_warps, permuted in cases:
+    for dtype, bits, group, form, block_m, block_n, num_warps, special in cases:
         scale = "bf16" if dtype == "bf16" else "fp16"
         constants = {
             "BITS": bits,
             "GROUP_SIZE": group,
             "FORM": forms[form].value,
-            "HAS_BIAS": True,
+            "GATED": special == "gated",
             "ACTIVATION": epilogue.get_activation("silu" if block_m == 16 else None),
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
             "NUM_STAGES": 3,
         }
-        types = pointers(dtype, "x", "bias", "out") | pointers(scale, "scales", "zeros") | pointers("fp32", "partials")
+        types = (
+            pointers(dtype, "x", "bias", "residual", "out")
+            | pointers(scale, "scales", "zeros")
+            | pointers("fp32", "partials")
+        )
         types |= pointers("i32", "words", "counters")
-        if permuted:
-            types |= pointers("i32", "permutation")
-        else:
-            constants["permutation_ptr"] = None
+        for name, kind in (("permutation", "i32"), ("residual", dtype)):
+            if special == name:
+                types |= pointers(kind, name)
+            else:
+                constants[f"{name}_ptr"] = None
         if form == "zeros":
             types |= pointers("u8", "zeros")
-        name = f"w{bits}a16 {dtype} {block_m}x{block_n} g{group} {form}{' permuted' if permuted else ''}"
+        name = f"w{bits}a16 {dtype} {block_m}x{block_n} g{group} {form} {special}".strip()
         ones = ("stride_x_k", "stride_out_n")
         yield Spec(
             name,
@@ -272,7 +290,13 @@ def hopper_specs() -> Iterator[Spec]:
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
         keys = f"tensordesc<{dtype}[1, 1, {box}, 64],{layout!r}>" if box else "*fp8e4nv" if codes else f"*{dtype}"
         details = ", ".join(f"{name.lower()}={value}" for name, value in changed.items())
-        types = shared | pointers(queries, "q") | pointers(dtype, "out") | {"k": keys, "v": keys}
+        group, dense = constants["GROUP"], constants["DENSE"]
+        constants["Q_BOX"] = 0 if 64 % group or queries != dtype else 64 // group
+        types = shared | pointers(dtype, "out") | {"q": f"*{queries}", "k": keys, "v": keys}
+        if constants["Q_BOX"]:
+            q_layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5 if dense else 4)
+            q_box = [1] * dense + [64 // group, 1, group, 64]
+            types["q"] = f"tensordesc<{dtype}{q_box},{q_layout!r}>"
         if codes:
             types |= pointers("fp32", "k_scale", "v_scale")
         else:

@@ -149,7 +149,7 @@ def test_strides(hopper: Place, ragged: Case, paged: Case, layout: str, dim: int
 @pytest.mark.parametrize("margin", [0, 1, 8])
 def test_slices_of_a_fused_projection(hopper: Place, margin: int) -> None:
     """q, k, v as slices of [tokens, q | k | v], whose rows are a multiple of 16 bytes or not."""
-    case = replace(PREFILL, kv_lens=PREFILL.qo_lens)
+    case = replace(PREFILL, kv_lens=PREFILL.qo_lens, dtype=FP16)
     batch = make_batch(case, hopper)
     fused = torch.cat([x.flatten(1) for x in (batch.q, batch.k, batch.v)], 1).to(case.dtype)
     fused = embed(fused.unsqueeze(1), "packed", 3).squeeze(1)
@@ -164,7 +164,7 @@ def test_slices_of_a_fused_projection(hopper: Place, margin: int) -> None:
 
 def test_heads_that_are_one(hopper: Place) -> None:
     """Keys expanded over KV heads: a stride of 0, which TMA does not take."""
-    case = replace(PREFILL, heads=(8, 2))
+    case = replace(PREFILL, heads=(8, 2), dtype=FP16)
     batch = make_batch(case, hopper)
     batch = replace(batch, k=batch.k[:, :1].expand(-1, 2, -1))
     q, k, v = (x.to(case.dtype) for x in (batch.q, batch.k[:, :1], batch.v))
@@ -337,11 +337,12 @@ def device_plan(case: Case, place: Place, batch: Batch, **options: Any) -> tuple
     return make_plan(case, place, metadata, max_q_rows=sum(case.qo_lens), **options), metadata, pages
 
 
+@pytest.mark.gpu  # on a CPU such metadata is the host's, and an error
 @pytest.mark.parametrize("page_size", [16, 24])
-def test_more_query_rows_than_the_plan_holds(hopper: Place, page_size: int) -> None:
+def test_more_query_rows_than_the_plan_holds(hopper_gpu: Place, page_size: int) -> None:
     case = replace(PAGED, qo_lens=(100, 200), kv_lens=(300, 90), page_size=page_size, planner="device")
-    batch = make_batch(case, hopper)
-    plan, metadata, pages = device_plan(case, hopper, batch)
+    batch = make_batch(case, hopper_gpu)
+    plan, metadata, pages = device_plan(case, hopper_gpu, batch)
     q = batch.q.to(case.dtype)
     metadata["qo_indptr"].copy_(int32([0, 100, 100_000]))
     plan.update()
@@ -407,13 +408,14 @@ def test_pages_outside_the_cache(hopper: Place, page_size: int, policy: str) -> 
     plan.check()
 
 
+@pytest.mark.gpu  # on a CPU such metadata is the host's, and an error
 @pytest.mark.parametrize("qo_lens", [(100, 60), (1, 2)])  # prefill, decode
-def test_keys_that_the_tensors_do_not_hold(hopper: Place, qo_lens: tuple[int, int]) -> None:
+def test_keys_that_the_tensors_do_not_hold(hopper_gpu: Place, qo_lens: tuple[int, int]) -> None:
     """Ragged lengths on the device that pass the end of k and v: zeros, a status, and nothing is read there."""
     case = replace(PREFILL, qo_lens=qo_lens, kv_lens=(250, 90), planner="device")
-    batch = make_batch(case, hopper)
-    metadata = {name: int32(getattr(batch, name), hopper.device) for name in ("qo_indptr", "kv_indptr")}
-    plan = make_plan(case, hopper, metadata, max_q_rows=sum(qo_lens))
+    batch = make_batch(case, hopper_gpu)
+    metadata = {name: int32(getattr(batch, name), hopper_gpu.device) for name in ("qo_indptr", "kv_indptr")}
+    plan = make_plan(case, hopper_gpu, metadata, max_q_rows=sum(qo_lens))
     metadata["kv_indptr"][2] = 2000
     plan.update()
     outputs = Outputs(case, batch, padding=0)

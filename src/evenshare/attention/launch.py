@@ -20,6 +20,7 @@ from evenshare.attention.tiles import (
     next_power_of_2,
     padded_dim,
     portable_twin,
+    q_box_tokens,
 )
 from evenshare.device.clock import CONSUMERS, TIME_COLUMNS
 from evenshare.device.launcher import Box, Launch, get_launcher
@@ -187,19 +188,25 @@ class ForwardLauncher:
         problem, tile = self.problem, self.tile
         widens = tile.kernel == "hopper_prefill" and problem.fp8_kv  # the producer, which then copies every row itself
         box = 0 if widens else box_rows(problem, tile.block_n)
-        boxes = {1: _box(k, box), 2: _box(v, box)} if box and k.numel() and v.numel() else {}
+        boxes: dict[int, Box] = {}
+        if box and k.numel() and v.numel():
+            boxes = {1: _box(k, box), 2: _box(v, box)}
         constants = self._constants(tile, q, lse)
-        constants |= {"GATHER": not boxes, "BOX": box, "STAGES": tile.num_stages, "num_warps": tile.num_warps}
+        gathers = not boxes
+        constants |= {"GATHER": gathers, "BOX": box, "STAGES": tile.num_stages, "num_warps": tile.num_warps}
         if tile.kernel == "hopper_decode":
             launcher = get_launcher(hopper_decode.decode, 6, **constants, BLOCK_M=tile.block_m)
         elif tile.kernel == "hopper_decode_fp8":
-            registers = {"CONSUMER_REGISTERS": 232 if boxes else 208, "PRODUCER_REGISTERS": 40 if boxes else 88}
+            registers = {"CONSUMER_REGISTERS": 208 if gathers else 232, "PRODUCER_REGISTERS": 88 if gathers else 40}
             launcher = get_launcher(hopper_decode_fp8.decode, 8, **constants, **registers, BLOCK_M=tile.block_m)
         else:
+            q_box = q_box_tokens(problem) if q.dtype == out.dtype else 0
+            if q_box:
+                boxes[0] = _q_box(q, problem.group_size, q_box)
             # Of 65536: two groups of four warps consume; TMA takes one warp and few registers, gathering takes four.
-            registers = {"CONSUMER_REGISTERS": 232 if boxes else 224, "PRODUCER_REGISTERS": 40 if boxes else 64}
+            registers = {"CONSUMER_REGISTERS": 224 if gathers else 232, "PRODUCER_REGISTERS": 64 if gathers else 40}
             launcher = get_launcher(
-                hopper_prefill.prefill, 6 + len(scales), **constants, **registers, Q_BUFFERS=tile.q_buffers
+                hopper_prefill.prefill, 6 + len(scales), **constants, **registers, Q_BOX=q_box, Q_BUFFERS=tile.q_buffers
             )
         static = self._static(tile, q, k, v, out, lse, num_indices, lse_scale)
         if scales:
@@ -273,6 +280,15 @@ def _box(t: torch.Tensor, rows: int) -> Box:
     t = (t if t.dim() == 4 else t.unsqueeze(0)).transpose(1, 2)
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * t.element_size(), rank=4)
     return Box(tuple(t.shape), tuple(t.stride()), (1, 1, rows, 2 * BOX_DIMS // t.element_size()), layout)
+
+
+def _q_box(q: torch.Tensor, group: int, tokens: int) -> Box:
+    """Boxes of `tokens` tokens and 128 bytes of the query heads of one KV head."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    q = q.unflatten(-2, (-1, group))
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=q.dim())
+    return Box(tuple(q.shape), tuple(q.stride()), (1,) * (q.dim() - 4) + (tokens, 1, group, BOX_DIMS), layout)
 
 
 def _has_whole_pieces(t: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ BOX_DIMS, FP8_BOX_DIMS = 64, 128  # of a TMA box: 128 bytes, the widest swizzle
 SHARED_BYTES = (227 << 10) - 2048  # of a SM on Hopper, less barriers and alignment
 MAX_STAGES = 12
 MIN_BOX_ROWS = 16
+BOX_ROWS = 64  # of q: a consumer's
 FP8_ON_HOPPER = (
     False  # until those kernels have run on a GPU: so far they are compiled, and right in the tests' emulator
 )
@@ -122,6 +123,11 @@ def box_rows(problem: Problem, block_n: int) -> int:
         return block_n
     fits = page >= MIN_BOX_ROWS and page == next_power_of_2(page)
     return min(page, block_n) if fits else 0
+
+
+def q_box_tokens(problem: Problem) -> int:
+    """Query tokens of one TMA box, 64 packed rows of `hopper_prefill`. 0: rows begin inside a token, they are copied one by one."""
+    return 0 if BOX_ROWS % problem.group_size else BOX_ROWS // problem.group_size
 
 
 def padded_dim(dim: int, smallest: int = BOX_DIMS) -> int:

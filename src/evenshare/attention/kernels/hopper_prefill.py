@@ -1,9 +1,9 @@
 """Attention forward for Hopper (sm_90): one persistent worker a SM walks its segments of the plan; made for many query rows.
 
-A worker is three roles (FlashAttention-3, section 3). The producer streams K and V blocks into a ring of STAGES buffers and runs
-ahead over the borders of segments. Two consumers own 64 of the tile's 128 packed rows each and never wait for each other: a
-consumer fetches its q rows by cp.async while it finishes the tile before, issues the next Q K^T before the current P V, and hands in
-or merges the partials of its own half.
+A worker is three roles (FlashAttention-3, section 3). The producer streams K and V blocks into a ring of STAGES buffers, runs ahead
+over the borders of segments, and has the next tile's q rows and numbers ready in shared memory when its turn comes. Two consumers own
+64 of the tile's 128 packed rows each and never wait for each other: a consumer issues the next Q K^T before the current P V, and hands
+in or merges the partials of its own half.
 
 K and V arrive by TMA in boxes [rows, 64 dims] out of [pages or requests, heads, tokens, dims], or, for pages that no box fits and
 strides that TMA does not take, by cp.async (GATHER). fp8 keys and values come by cp.async to a buffer of one block, each thread's
@@ -33,6 +33,8 @@ LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)  # of one consumer: the M of wgmma
 PANEL = gl.constexpr(64)  # dims of a TMA box: 128 bytes, the widest swizzle
 FLAGS = gl.constexpr(8)  # segments that the producer may be ahead, and more
+# What the consumers are told of a segment: its row of the plan, then its tile's row of the table, but the KV head of q for the last.
+NUMBERS = gl.constexpr(16)
 
 
 @gluon.jit
@@ -73,10 +75,75 @@ def _readable_len(kv_start, kv_len, num_pages, num_indices, PAGE_SIZE: gl.conste
 
 
 @gluon.jit
-def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages, num_indices,
+def _announce(queries, segments_ptr, tiles_ptr, number, segment, tile, heads_per_row, kv_head, q_start, qo_len, row_begin,
+              GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, DENSE: gl.constexpr,
+              Q_BOX: gl.constexpr, Q_BUFFERS: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+    """Tell the consumers of the worker's segment `number` and bring its q, as soon as the buffer is free."""
+    (q, q_panels, q_bufs, q_full, q_empty, numbers, num_q_starts, num_q_tokens,
+     stride_start, stride_token, stride_head) = queries  # fmt: skip
+    columns: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    column = gl.arange(0, NUMBERS, layout=columns)
+    row = gl.load(
+        segments_ptr + segment.to(gl.int64) * SEGMENT_COLUMNS + column, mask=column < SEGMENT_COLUMNS, other=0
+    )
+    info = tiles_ptr + (tile // heads_per_row).to(gl.int64) * TILE_COLUMNS
+    info = gl.load(info + (column - SEGMENT_COLUMNS), mask=column >= SEGMENT_COLUMNS, other=0)
+    row = gl.where(column < SEGMENT_COLUMNS, row, gl.where(column == NUMBERS - 1, kv_head, info))
+    parity = number % Q_BUFFERS
+    mbarrier.wait(q_empty.index(parity), (number // Q_BUFFERS & 1) ^ 1)
+    numbers.index(number % FLAGS).store(row)
+    STEP: gl.constexpr = q_bufs.shape[0] // (2 * Q_BUFFERS)  # buffers are as wide as the wider of q and out
+    if Q_BOX > 0:
+        barrier()
+        PANELS: gl.constexpr = q_panels.shape[0] // (2 * Q_BUFFERS)
+        mbarrier.expect(q_full.index(parity), 2 * ROWS * BLOCK_D * (q.dtype.primitive_bitwidth // 8))
+        for half in gl.static_range(2):
+            token = (row_begin + half * ROWS) // GROUP
+            for c in gl.static_range(BLOCK_D // PANEL):
+                panel = q_panels.index((2 * parity + half) * PANELS + c)
+                if DENSE:
+                    tma.async_copy_global_to_shared(
+                        q, [q_start, token, kv_head, 0, c * PANEL], q_full.index(parity), panel
+                    )
+                else:
+                    tma.async_copy_global_to_shared(
+                        q, [q_start + token, kv_head, 0, c * PANEL], q_full.index(parity), panel
+                    )
+    else:
+        CHUNK: gl.constexpr = 16
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [WARPS, 1], [1, 0])
+        d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
+        head_ptr = (
+            q + q_start.to(gl.int64) * _pieces(stride_start) + kv_head.to(gl.int64) * (GROUP * _pieces(stride_head))
+        )
+        for chunk in gl.static_range(2 * ROWS // CHUNK):
+            rows = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))
+            token, head = _row_index(row_begin, rows, GROUP)
+            valid = _valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
+            offsets = token.to(gl.int64) * _pieces(stride_token) + head.to(gl.int64) * _pieces(stride_head)
+            pointers = head_ptr + offsets.expand_dims(1) + d.expand_dims(0)
+            mask = valid.expand_dims(1) & (d < HEAD_DIM).expand_dims(0)
+            buffer = q_bufs.index((2 * parity + chunk * CHUNK // ROWS) * STEP).slice(chunk * CHUNK % ROWS, CHUNK, 0)
+            if q.dtype.element_ty == q_bufs.dtype:
+                async_copy.async_copy_global_to_shared(buffer, pointers, mask=mask)
+            else:
+                buffer.store(gl.load(pointers, mask=mask, other=0.0).to(q_bufs.dtype))
+        async_copy.mbarrier_arrive(q_full.index(parity), increment_count=False)
+
+
+@gluon.jit
+def _read_number(numbers, index):
+    """By every thread of a consumer."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(numbers.index(index).load(one), 0)
+
+
+@gluon.jit
+def _produce_tma(queries, k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages, num_indices,
                  k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
-                 PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr,
-                 PANELS: gl.constexpr, PANELS_V: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+                 GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
+                 BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BOX: gl.constexpr, PANELS: gl.constexpr, PANELS_V: gl.constexpr,
+                 STAGES: gl.constexpr, Q_BOX: gl.constexpr, Q_BUFFERS: gl.constexpr):  # fmt: skip
     """One warp: a K and a V block per iteration, BLOCK_N // BOX boxes a panel of 64 dims."""
     element_bytes: gl.constexpr = k_desc.dtype.primitive_bitwidth // 8
     worker = gl.program_id(0)
@@ -85,10 +152,18 @@ def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr
     segment_begin = gl.load(worker_indptr_ptr + worker)
     segment_end = gl.load(worker_indptr_ptr + worker + 1)
     tile = _load_tile_id(segments_ptr, segment_begin, segment_end)
+    if Q_BUFFERS == 2:
+        if segment_begin < segment_end:
+            kv_head, q_start, qo_len, row_begin, _s, _n, _e, _b = _load_tile(
+                segments_ptr, tiles_ptr, segment_begin, tile, heads_per_row
+            )
+            _announce(queries, segments_ptr, tiles_ptr, 0, segment_begin, tile, heads_per_row, kv_head, q_start, qo_len, row_begin,
+                      GROUP, HEAD_DIM, BLOCK_D, DENSE, Q_BOX, Q_BUFFERS, 1)  # fmt: skip
     for segment in range(segment_begin, segment_end):
-        kv_head, _q, _l, _r, kv_start, kv_len, end, num_blocks = _load_tile(
+        kv_head, q_start, qo_len, row_begin, kv_start, kv_len, end, num_blocks = _load_tile(
             segments_ptr, tiles_ptr, segment, tile, heads_per_row
         )
+        this_tile = tile
         tile = _load_tile_id(segments_ptr, segment + 1, segment_end)
         readable = _readable_len(kv_start, kv_len, num_pages, num_indices, PAGE_SIZE, DENSE)
         bad = (readable < kv_len).to(gl.int32)
@@ -135,6 +210,19 @@ def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr
                 for c in gl.static_range(PANELS_V):
                     box = v_bufs.index(stage * PANELS_V + c).slice(b * BOX, BOX, 0)
                     tma.async_copy_global_to_shared(v_desc, [page, kv_head, token, c * PANEL], v_full.index(stage), box)
+            number = segment - segment_begin
+            if Q_BUFFERS == 1:
+                if i == 0:
+                    _announce(queries, segments_ptr, tiles_ptr, number, segment, this_tile, heads_per_row, kv_head, q_start, qo_len,
+                              row_begin, GROUP, HEAD_DIM, BLOCK_D, DENSE, Q_BOX, Q_BUFFERS, 1)  # fmt: skip
+            else:
+                # Two blocks of this segment are on their way; the buffer is free when the segment before is written.
+                if (i == gl.minimum(1, num_blocks - 1)) & (segment + 1 < segment_end):
+                    next_head, next_start, next_len, next_row, _s, _n, _e, _b = _load_tile(
+                        segments_ptr, tiles_ptr, segment + 1, tile, heads_per_row
+                    )
+                    _announce(queries, segments_ptr, tiles_ptr, number + 1, segment + 1, tile, heads_per_row, next_head, next_start,
+                              next_len, next_row, GROUP, HEAD_DIM, BLOCK_D, DENSE, Q_BOX, Q_BUFFERS, 1)  # fmt: skip
             stage, phase = _next(stage, phase, STAGES)
 
 
@@ -155,11 +243,12 @@ def _gather_rows(bufs, stage, bar, ptr, rows, valid, DIM: gl.constexpr, BLOCK_D:
 
 
 @gluon.jit
-def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages, num_indices,
+def _produce_gather(queries, k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages, num_indices,
                     stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
                     k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
-                    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
-                    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+                    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
+                    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+                    STAGES: gl.constexpr, Q_BOX: gl.constexpr, Q_BUFFERS: gl.constexpr):  # fmt: skip
     """Four warps: the rows of each block one by one, wherever their pages are."""
     CHUNK: gl.constexpr = 16
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
@@ -172,10 +261,18 @@ def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_pt
     segment_begin = gl.load(worker_indptr_ptr + worker)
     segment_end = gl.load(worker_indptr_ptr + worker + 1)
     tile = _load_tile_id(segments_ptr, segment_begin, segment_end)
+    if Q_BUFFERS == 2:
+        if segment_begin < segment_end:
+            kv_head, q_start, qo_len, row_begin, _s, _n, _e, _b = _load_tile(
+                segments_ptr, tiles_ptr, segment_begin, tile, heads_per_row
+            )
+            _announce(queries, segments_ptr, tiles_ptr, 0, segment_begin, tile, heads_per_row, kv_head, q_start, qo_len, row_begin,
+                      GROUP, HEAD_DIM, BLOCK_D, DENSE, Q_BOX, Q_BUFFERS, 4)  # fmt: skip
     for segment in range(segment_begin, segment_end):
-        kv_head, _q, _l, _r, kv_start, kv_len, end, num_blocks = _load_tile(
+        kv_head, q_start, qo_len, row_begin, kv_start, kv_len, end, num_blocks = _load_tile(
             segments_ptr, tiles_ptr, segment, tile, heads_per_row
         )
+        this_tile = tile
         tile = _load_tile_id(segments_ptr, segment + 1, segment_end)
         readable = _readable_len(kv_start, kv_len, num_pages, num_indices, PAGE_SIZE, DENSE)
         k_head = kv_head.to(gl.int64) * _pieces(stride_k_head)
@@ -226,6 +323,19 @@ def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_pt
                     v_bufs, stage, v_full, v_ptr + v_head, rows, valid, HEAD_DIM_V, BLOCK_DV, CHUNK, chunk, layout_v
                 )
             async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+            number = segment - segment_begin
+            if Q_BUFFERS == 1:
+                if i == 0:
+                    _announce(queries, segments_ptr, tiles_ptr, number, segment, this_tile, heads_per_row, kv_head, q_start, qo_len,
+                              row_begin, GROUP, HEAD_DIM, BLOCK_D, DENSE, Q_BOX, Q_BUFFERS, 4)  # fmt: skip
+            else:
+                # Two blocks of this segment are on their way; the buffer is free when the segment before is written.
+                if (i == gl.minimum(1, num_blocks - 1)) & (segment + 1 < segment_end):
+                    next_head, next_start, next_len, next_row, _s, _n, _e, _b = _load_tile(
+                        segments_ptr, tiles_ptr, segment + 1, tile, heads_per_row
+                    )
+                    _announce(queries, segments_ptr, tiles_ptr, number + 1, segment + 1, tile, heads_per_row, next_head, next_start,
+                              next_len, next_row, GROUP, HEAD_DIM, BLOCK_D, DENSE, Q_BOX, Q_BUFFERS, 4)  # fmt: skip
             stage, phase = _next(stage, phase, STAGES)
 
 
@@ -258,11 +368,12 @@ def _widen_codes(raw, buf, bar, layout: gl.constexpr):
 
 
 @gluon.jit
-def _produce_fp8(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages, num_indices,
+def _produce_fp8(queries, k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages, num_indices,
                  stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
                  k_raw, v_raw, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
-                 HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
-                 BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+                 GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
+                 BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+                    STAGES: gl.constexpr, Q_BOX: gl.constexpr, Q_BUFFERS: gl.constexpr):  # fmt: skip
     """Four warps: the rows of each block one by one, wherever they are; the next block of K comes while one of V is widened."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
     layout_v: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_DV, BLOCK_DV // 16], [4, 1], [1, 0])
@@ -272,10 +383,18 @@ def _produce_fp8(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, 
     segment_begin = gl.load(worker_indptr_ptr + worker)
     segment_end = gl.load(worker_indptr_ptr + worker + 1)
     tile = _load_tile_id(segments_ptr, segment_begin, segment_end)
+    if Q_BUFFERS == 2:
+        if segment_begin < segment_end:
+            kv_head, q_start, qo_len, row_begin, _s, _n, _e, _b = _load_tile(
+                segments_ptr, tiles_ptr, segment_begin, tile, heads_per_row
+            )
+            _announce(queries, segments_ptr, tiles_ptr, 0, segment_begin, tile, heads_per_row, kv_head, q_start, qo_len, row_begin,
+                      GROUP, HEAD_DIM, BLOCK_D, DENSE, Q_BOX, Q_BUFFERS, 4)  # fmt: skip
     for segment in range(segment_begin, segment_end):
-        kv_head, _q, _l, _r, kv_start, kv_len, end, num_blocks = _load_tile(
+        kv_head, q_start, qo_len, row_begin, kv_start, kv_len, end, num_blocks = _load_tile(
             segments_ptr, tiles_ptr, segment, tile, heads_per_row
         )
+        this_tile = tile
         tile = _load_tile_id(segments_ptr, segment + 1, segment_end)
         readable = _readable_len(kv_start, kv_len, num_pages, num_indices, PAGE_SIZE, DENSE)
         k_head = k_ptr + kv_head.to(gl.int64) * _pieces(stride_k_head, 16)
@@ -309,6 +428,19 @@ def _produce_fp8(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, 
                 bad_v = _copy_codes(v_raw, v_head, kv_indices_ptr, key, kv_start, kv_len, readable, num_pages,
                                     stride_v_page, stride_v_token, bad_v, HEAD_DIM_V, PAGE_SIZE, DENSE, layout_v)  # fmt: skip
             async_copy.commit_group()
+            number = segment - segment_begin
+            if Q_BUFFERS == 1:
+                if i == 0:
+                    _announce(queries, segments_ptr, tiles_ptr, number, segment, this_tile, heads_per_row, kv_head, q_start, qo_len,
+                              row_begin, GROUP, HEAD_DIM, BLOCK_D, DENSE, Q_BOX, Q_BUFFERS, 4)  # fmt: skip
+            else:
+                # Two blocks of this segment are on their way; the buffer is free when the segment before is written.
+                if (i == gl.minimum(1, num_blocks - 1)) & (segment + 1 < segment_end):
+                    next_head, next_start, next_len, next_row, _s, _n, _e, _b = _load_tile(
+                        segments_ptr, tiles_ptr, segment + 1, tile, heads_per_row
+                    )
+                    _announce(queries, segments_ptr, tiles_ptr, number + 1, segment + 1, tile, heads_per_row, next_head, next_start,
+                              next_len, next_row, GROUP, HEAD_DIM, BLOCK_D, DENSE, Q_BOX, Q_BUFFERS, 4)  # fmt: skip
             stage, phase = _next(stage, phase, STAGES)
 
 
@@ -333,26 +465,31 @@ def _key_rows(kv_indices_ptr, n, kv_start, kv_len, readable, num_pages, stride_p
 
 
 @gluon.jit
-def _produce(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
-             heads_per_row, num_pages, num_indices, stride_k_page, stride_k_token, stride_k_head,
-             stride_v_page, stride_v_token, stride_v_head,
+def _produce(q, k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+             heads_per_row, num_q_starts, num_q_tokens, num_pages, num_indices, stride_q_start, stride_q_token, stride_q_head,
+             stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
+             q_panels, q_bufs, q_full, q_empty, numbers,
              k_raw, v_raw, k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
-             HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr, GATHER: gl.constexpr,
-             BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+             GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
+             GATHER: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOX: gl.constexpr,
+             STAGES: gl.constexpr, Q_BOX: gl.constexpr, Q_BUFFERS: gl.constexpr):  # fmt: skip
+    queries = (q, q_panels, q_bufs, q_full, q_empty, numbers, num_q_starts, num_q_tokens,
+               stride_q_start, stride_q_token, stride_q_head)  # fmt: skip
     if k_raw.dtype != k_bufs.dtype:
-        _produce_fp8(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
+        _produce_fp8(queries, k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
                      num_indices, stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
                      k_raw, v_raw, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
-                     HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES)  # fmt: skip
+                     GROUP, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, Q_BOX, Q_BUFFERS)  # fmt: skip
     elif GATHER:
-        _produce_gather(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
+        _produce_gather(queries, k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
                         num_indices, stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
                         k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
-                        HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES)  # fmt: skip
+                        GROUP, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, Q_BOX, Q_BUFFERS)  # fmt: skip
     else:
-        _produce_tma(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
+        _produce_tma(queries, k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
                      num_indices, k_panels, v_panels, k_full, k_empty, v_full, v_empty, flags,
-                     PAGE_SIZE, DENSE, BLOCK_N, BOX, BLOCK_D // PANEL, BLOCK_DV // PANEL, STAGES)  # fmt: skip
+                     GROUP, HEAD_DIM, PAGE_SIZE, DENSE, BLOCK_N, BLOCK_D, BOX, BLOCK_D // PANEL, BLOCK_DV // PANEL,
+                     STAGES, Q_BOX, Q_BUFFERS)  # fmt: skip
 
 
 @gluon.jit
@@ -361,27 +498,6 @@ def _row_index(row_begin, rows, GROUP: gl.constexpr):
     packed = row_begin + rows
     token = packed // GROUP
     return token, packed - token * GROUP
-
-
-@gluon.jit
-def _fetch_q(q_ptr, q_buf, kv_head, q_start, qo_len, row_begin, num_q_starts, num_q_tokens,
-             stride_start, stride_token, stride_head,
-             GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr, DENSE: gl.constexpr):  # fmt: skip
-    """Start copying 64 packed rows of q, or copy them if they are fp8; rows past the request become zero."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
-    token, head = _row_index(row_begin, rows, GROUP)
-    valid = _valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
-    offsets = q_start.to(gl.int64) * _pieces(stride_start) + kv_head.to(gl.int64) * (GROUP * _pieces(stride_head))
-    offsets += token.to(gl.int64) * _pieces(stride_token) + head.to(gl.int64) * _pieces(stride_head)
-    pointers = q_ptr + offsets.expand_dims(1) + d.expand_dims(0)
-    mask = valid.expand_dims(1) & (d < HEAD_DIM).expand_dims(0)
-    if q_ptr.dtype.element_ty == q_buf.dtype:
-        async_copy.async_copy_global_to_shared(q_buf, pointers, mask=mask)
-        async_copy.commit_group()
-    else:
-        q_buf.store(gl.load(pointers, mask=mask, other=0.0).to(q_buf.dtype))
 
 
 @gluon.jit
@@ -551,16 +667,16 @@ def _merge(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, rows, dims, BL
 
 
 @gluon.jit
-def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+def _consume(half: gl.constexpr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, worker_indptr_ptr,
              partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
-             sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
-             stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
+             sm_scale, logits_soft_cap, lse_scale, window_left, num_q_starts, num_q_tokens,
+             stride_o_start, stride_o_token, stride_o_head,
              stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
-             q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
-             GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, DENSE: gl.constexpr,
+             q_bufs, o_bufs, q_full, q_empty, numbers, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
+             GROUP: gl.constexpr, HEAD_DIM_V: gl.constexpr, DENSE: gl.constexpr,
              GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
-             HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-             Q_BUFFERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+             HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr,
+             STAGES: gl.constexpr, Q_BOX: gl.constexpr, Q_BUFFERS: gl.constexpr):  # fmt: skip
     BLOCK_M: gl.constexpr = 2 * ROWS
     scores: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
@@ -581,34 +697,30 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_p
     worker = gl.program_id(0)
     segment_begin = gl.load(worker_indptr_ptr + worker)
     segment_end = gl.load(worker_indptr_ptr + worker + 1)
-    # What the next segment needs is loaded while this one runs: its tile's id two segments ahead, its row of q one ahead.
-    tile = _load_tile_id(segments_ptr, segment_begin, segment_end)
-    last_segment = gl.maximum(segment_end - 1, 0)
-    kv_head, q_start, qo_len, row_begin, _start, kv_len, end, _blocks = _load_tile(
-        segments_ptr, tiles_ptr, gl.minimum(segment_begin, last_segment), tile, heads_per_row
-    )
-    next_tile = _load_tile_id(segments_ptr, segment_begin + 1, segment_end)
     Q_STEP: gl.constexpr = q_bufs.shape[0] // (2 * Q_BUFFERS)  # buffers are as wide as the wider of q and out
     O_STEP: gl.constexpr = o_bufs.shape[0] // (2 * Q_BUFFERS)
-    _fetch_q(q_ptr, q_bufs.index(half * Q_STEP), kv_head, q_start, qo_len, row_begin + half * ROWS, num_q_starts, num_q_tokens,
-             stride_q_start, stride_q_token, stride_q_head, GROUP, HEAD_DIM, BLOCK_D, DENSE)  # fmt: skip
     stage = 0
     phase = 0
-    parity = 0
     turn = half ^ 1  # the first consumer begins
     for segment in range(segment_begin, segment_end):
         record(times_ptr, segment, START, half)
-        next_head, next_start, next_len, next_row, _start, next_kv_len, next_end, _blocks = _load_tile(
-            segments_ptr, tiles_ptr, gl.minimum(segment + 1, last_segment), next_tile, heads_per_row
-        )
-        next_tile = _load_tile_id(segments_ptr, segment + 2, segment_end)
-        row = segments_ptr + segment.to(gl.int64) * SEGMENT_COLUMNS
-        # Not carried from the segment before: Triton drops a loop-carried value that only bounds inner loops.
-        num_blocks = gl.load(row + 2) - gl.load(row + 1)
-        slot = gl.load(row + 3)
-        slot_begin = gl.load(row + 4)
-        num_slots = gl.load(row + 5)
-        counter = gl.load(row + 6)
+        number = segment - segment_begin
+        parity = number % Q_BUFFERS
+        mbarrier.wait(q_full.index(parity), number // Q_BUFFERS & 1)
+        if Q_BOX == 0:
+            fence_async_shared()
+        at = number % FLAGS * NUMBERS
+        num_blocks = _read_number(numbers, at + 2) - _read_number(numbers, at + 1)
+        slot = _read_number(numbers, at + 3)
+        slot_begin = _read_number(numbers, at + 4)
+        num_slots = _read_number(numbers, at + 5)
+        counter = _read_number(numbers, at + 6)
+        q_start = _read_number(numbers, at + 8)
+        qo_len = _read_number(numbers, at + 9)
+        row_begin = _read_number(numbers, at + 10)
+        kv_len = _read_number(numbers, at + 12)
+        end = _read_number(numbers, at + 13) + _read_number(numbers, at + 2)
+        kv_head = _read_number(numbers, at + 15)
         token, _h = _row_index(row_begin, rows, GROUP)
         last_key = kv_len - qo_len + token  # bottom-right aligned
         if CAUSAL:
@@ -630,13 +742,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_p
         total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, scores))
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, output)
 
-        # q has arrived; the buffer of the tile before, through which its output went, is free for the next one's.
-        async_copy.wait_group(0)
-        fence_async_shared()
-        barrier()
-        buffer = 2 * parity + half
-        next_buffer = 2 * (parity ^ (Q_BUFFERS - 1)) + half
-        q = q_bufs.index(buffer * Q_STEP)
+        q = q_bufs.index((2 * parity + half) * Q_STEP)
         key = (end - 1) * BLOCK_N
         mbarrier.wait(k_full.index(stage), phase)
         record(times_ptr, segment, KEYS, half)
@@ -648,11 +754,6 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_p
         p, peak, total, _factor = _softmax(s, peak, total, key, last, first_seen, head_scale, cap_log2e,
                                      True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores)  # fmt: skip
         p = _pack(p, element)
-        if Q_BUFFERS == 2:
-            if segment + 1 < segment_end:
-                _fetch_q(q_ptr, q_bufs.index(next_buffer * Q_STEP), next_head, next_start, next_len, next_row + half * ROWS,
-                         num_q_starts, num_q_tokens, stride_q_start, stride_q_token, stride_q_head,
-                         GROUP, HEAD_DIM, BLOCK_D, DENSE)  # fmt: skip
         if not GATHER:
             if key + BLOCK_N > kv_len:
                 mbarrier.wait(v_full.index(stage), phase)
@@ -681,7 +782,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_p
         stage, phase = _next(stage, phase, STAGES)
 
         one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        is_bad = gl.max(flags.index((segment - segment_begin) % FLAGS).load(one), 0) > 0
+        is_bad = gl.max(flags.index(number % FLAGS).load(one), 0) > 0
         if is_bad:
             gl.atomic_or(status_ptr, BAD_INDEX)
         o_rows = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, output))
@@ -708,21 +809,16 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_p
                 acc, lse2 = _merge(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, o_rows, dims,
                                    BLOCK_M, BLOCK_DV, output)  # fmt: skip
         if finished:
-            _store_rows(out_ptr, o_bufs.index(buffer * O_STEP), acc.to(element), kv_head, q_start, qo_len, row_begin + half * ROWS, num_q_starts, num_q_tokens,
+            _store_rows(out_ptr, o_bufs.index((2 * parity + half) * O_STEP), acc.to(element), kv_head, q_start, qo_len, row_begin + half * ROWS, num_q_starts, num_q_tokens,
                         stride_o_start, stride_o_token, stride_o_head, GROUP, HEAD_DIM_V, BLOCK_DV, DENSE)  # fmt: skip
             if HAS_LSE:
                 _store_lse(lse_ptr, lse2 * lse_scale, o_rows, kv_head, q_start, qo_len, row_begin, num_q_starts, num_q_tokens,
                            stride_lse_start, stride_lse_token, stride_lse_head, GROUP, DENSE)  # fmt: skip
         record(times_ptr, segment, END, half)
-        if Q_BUFFERS == 1:
-            if segment + 1 < segment_end:
-                barrier()
-                _fetch_q(q_ptr, q_bufs.index(next_buffer * Q_STEP), next_head, next_start, next_len, next_row + half * ROWS,
-                         num_q_starts, num_q_tokens, stride_q_start, stride_q_token, stride_q_head,
-                         GROUP, HEAD_DIM, BLOCK_D, DENSE)  # fmt: skip
-        kv_head, q_start, qo_len, row_begin = next_head, next_start, next_len, next_row
-        kv_len, end = next_kv_len, next_end
-        parity ^= Q_BUFFERS - 1
+        # The buffer, through which the output went, is free for a later tile's q.
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(q_empty.index(parity), count=1)
 
 
 # Sizes of the batch are not specialised on: no compilation for a batch of one, or of a multiple of 16.
@@ -730,7 +826,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_p
     do_not_specialize=["window_left", "heads_per_row", "num_q_starts", "num_q_tokens", "num_pages", "num_indices",
                        "stride_k_scale", "stride_v_scale"]
 )  # fmt: skip
-def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+def prefill(q, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
             partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
             sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens, num_pages, num_indices,
             stride_q_start, stride_q_token, stride_q_head,
@@ -740,10 +836,11 @@ def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_
             stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
             GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
             GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr, HAS_LSE: gl.constexpr,
-            BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOX: gl.constexpr, Q_BUFFERS: gl.constexpr, STAGES: gl.constexpr,
+            BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, Q_BOX: gl.constexpr, Q_BUFFERS: gl.constexpr,
             CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """Arguments as in `kernels.forward`, but for these. k, v: TMA descriptors of boxes [1, 1, BOX, 64] in [pages or requests, heads,
-    tokens, dims]; pointers for GATHER. heads_per_row: KV heads that a row of the tile table stands for, one after the other from the
+    """Arguments as in `kernels.forward`, but for these. q: TMA descriptor of boxes [Q_BOX, 1, GROUP, 64], 64 packed rows, in [tokens, KV
+    heads, GROUP, dims], before which DENSE has requests; pointer for Q_BOX = 0. k, v: TMA descriptors of boxes [1, 1, BOX, 64] in
+    [pages or requests, heads, tokens, dims]; pointers for GATHER. heads_per_row: KV heads that a row of the tile table stands for, one after the other from the
     row's HEAD column on. The tile is 128 packed rows; counters has two counters a split tile. fp8 k and v are pointers; q may be
     fp8 as well."""
     element: gl.constexpr = out_ptr.dtype.element_ty
@@ -771,6 +868,14 @@ def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_
     else:
         k_raw = k_bufs
         v_raw = v_bufs
+    PRODUCER_WARPS: gl.constexpr = 4 if GATHER else 1
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], mbarrier.MBarrierLayout())
+    numbers = gl.allocate_shared_memory(gl.int32, [FLAGS * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    number_rows = numbers._reinterpret(gl.int32, [FLAGS, NUMBERS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for i in gl.static_range(Q_BUFFERS):
+        mbarrier.init(q_full.index(i), count=1 if Q_BOX > 0 else 32 * PRODUCER_WARPS)
+        mbarrier.init(q_empty.index(i), count=2)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
@@ -782,32 +887,33 @@ def prefill(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_
     fence_async_shared()
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
-    PRODUCER_WARPS: gl.constexpr = 4 if GATHER else 1
     gl.warp_specialize(
         [
             (_consume, (FIRST,
-                     q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
-                     partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
-                     sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
-                     stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
-                     stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
-                     q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
-                     GROUP, HEAD_DIM, HEAD_DIM_V, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
-                     BLOCK_N, BLOCK_D, BLOCK_DV, Q_BUFFERS, STAGES)),
+                        out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, worker_indptr_ptr,
+                        partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
+                        sm_scale, logits_soft_cap, lse_scale, window_left, num_q_starts, num_q_tokens,
+                        stride_o_start, stride_o_token, stride_o_head,
+                        stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
+                        q_bufs, o_bufs, q_full, q_empty, numbers, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
+                        GROUP, HEAD_DIM_V, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
+                        BLOCK_N, BLOCK_DV, STAGES, Q_BOX, Q_BUFFERS)),
             (_consume, (SECOND,
-                     q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
-                     partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
-                     sm_scale, logits_soft_cap, lse_scale, window_left, heads_per_row, num_q_starts, num_q_tokens,
-                     stride_q_start, stride_q_token, stride_q_head, stride_o_start, stride_o_token, stride_o_head,
-                     stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
-                     q_bufs, o_bufs, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
-                     GROUP, HEAD_DIM, HEAD_DIM_V, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
-                     BLOCK_N, BLOCK_D, BLOCK_DV, Q_BUFFERS, STAGES)),
-            (_produce, (k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
-                        heads_per_row, num_pages, num_indices, stride_k_page, stride_k_token, stride_k_head,
-                        stride_v_page, stride_v_token, stride_v_head,
+                        out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, worker_indptr_ptr,
+                        partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr, times_ptr,
+                        sm_scale, logits_soft_cap, lse_scale, window_left, num_q_starts, num_q_tokens,
+                        stride_o_start, stride_o_token, stride_o_head,
+                        stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
+                        q_bufs, o_bufs, q_full, q_empty, numbers, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
+                        GROUP, HEAD_DIM_V, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
+                        BLOCK_N, BLOCK_DV, STAGES, Q_BOX, Q_BUFFERS)),
+            (_produce, (q, k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+                        heads_per_row, num_q_starts, num_q_tokens, num_pages, num_indices, stride_q_start, stride_q_token, stride_q_head,
+                        stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
+                        q_panels, q_bufs, q_full, q_empty, number_rows,
                         k_raw, v_raw, k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
-                        HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, GATHER, BLOCK_N, BLOCK_D, BLOCK_DV, BOX, STAGES)),
+                        GROUP, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, GATHER, BLOCK_N, BLOCK_D, BLOCK_DV, BOX,
+                        STAGES, Q_BOX, Q_BUFFERS)),
         ],
         [4, PRODUCER_WARPS],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

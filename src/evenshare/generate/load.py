@@ -68,7 +68,7 @@ def load_model(
     """Load a model for generation.
 
     path: a GGUF file (architectures llama, qwen2, qwen3), a Hugging Face folder, or None for SmolLM2-135M-Instruct in 4 bits,
-        fetched once. A GGUF file's 4- and 8-bit weights keep the file's own codes.
+        fetched once. 4- and 8-bit weights keep the file's own codes.
     device: "cpu", "cuda" or "cuda:N". dtype: of activations and KV cache, None means bfloat16.
     backend: as in `w4a16_matmul`; None chooses by device.
 
@@ -108,6 +108,7 @@ def _load_folder(path: Path, device: torch.device, dtype: torch.dtype) -> Loaded
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from evenshare.compat.transformers import enable
+    from evenshare.compat.transformers.layers import fuse_layers
 
     enable()
     try:
@@ -115,7 +116,10 @@ def _load_folder(path: Path, device: torch.device, dtype: torch.dtype) -> Loaded
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="evenshare")
     except (OSError, ValueError, ImportError) as error:
         raise ModelFileError(f"model: transformers cannot load {path}: {error}") from error
-    return LoadedModel(model.to(device).eval(), tokenizer, path, dtype, device)
+    model.to(device).eval()
+    if fuse_layers(model):  # a quantised checkpoint
+        _pack(model, dtype)
+    return LoadedModel(model, tokenizer, path, dtype, device)
 
 
 def _load_gguf(file: GGUFFile, device: torch.device, dtype: torch.dtype, backend: str | None) -> LoadedModel:

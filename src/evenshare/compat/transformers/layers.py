@@ -24,10 +24,12 @@ FUSABLE = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwe
 def fuse_layers(model: nn.Module) -> bool:
     """Replace the decoder layers by a `FusedStack` if all are of a known kind and their `QuantLinear`s can be joined.
 
-    model: a transformers model with `model.model.layers` and `model.model.rotary_emb`. Returns whether it was changed: all
-    layers are replaced or none, because they share the rotary embedding.
+    model: a transformers model; those without `model.model.layers` and `model.model.rotary_emb` stay as they are. Returns whether
+    it was changed: all layers are replaced or none, because they share the rotary embedding.
     """
-    body: Any = model.model
+    body: Any = getattr(model, "model", None)
+    if not hasattr(body, "layers") or not hasattr(body, "rotary_emb"):
+        return False
     fused = [_fuse(layer) for layer in body.layers]
     layers = [layer for layer in fused if layer is not None]
     if not layers or len(layers) < len(fused):

@@ -38,3 +38,22 @@ def assert_product(
         mean = torch.maximum(mean, 2 * eps * magnitudes.square().mean().sqrt())
     assert (error.abs() <= most).all()
     assert error.square().mean().sqrt() <= mean
+
+
+def assert_gated(
+    y: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor,
+    activation: str,
+    residual: torch.Tensor,
+) -> None:
+    """float32 y = activation(gate) up + residual. The sum of each half is known to 2 eps of its magnitudes (`assert_product`), the
+    slope of an activation is below 1.2, and the activation, the product and the sum are rounded: 4 eps of each."""
+    want = reference.matmul(a.double(), b.double(), bias.double(), activation, residual.double())
+    gate, up = (a.double() @ b.double() + bias.double()).chunk(2, -1)
+    spread = (a.double().abs() @ b.double().abs() + bias.double().abs()).chunk(2, -1)
+    bound = 2 * (1.2 * spread[0] * up.abs() + gate.abs() * spread[1])
+    bound += 4 * (gate.abs() * up.abs() + residual.double().abs() + want.abs())
+    assert y.shape == want.shape
+    assert ((y.double() - want).abs() <= torch.finfo(torch.float32).eps * bound).all()

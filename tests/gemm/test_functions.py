@@ -10,7 +10,7 @@ from evenshare.gemm import launch, matmul
 from evenshare.gemm.plan import INTERPRETER_TILE, GemmPlan
 from evenshare.schedule.plan import UniformPlan
 from evenshare.schedule.uniform import uniform_plan
-from tests.gemm.helpers import assert_product
+from tests.gemm.helpers import assert_gated, assert_product
 
 
 def force_plan(monkeypatch: pytest.MonkeyPatch, num_workers: int) -> list[UniformPlan]:
@@ -62,6 +62,53 @@ def test_fewer_workers_than_tiles_walk_row_groups(device: torch.device, monkeypa
 def test_epilogue(activation: str | None, k: int, device: torch.device) -> None:
     a, b, bias = (torch.randn(s, device=device) for s in ((5, k), (k, 20), (20,)))
     assert_product(matmul(a, b, bias=bias, activation=activation, backend="triton"), a, b, bias, activation)
+
+
+@pytest.mark.parametrize("activation", ["silu_and_multiply", "gelu_and_multiply", "gelu_tanh_and_multiply"])
+@pytest.mark.parametrize(("n", "transposed"), [(2, False), (30, True), (32, False), (74, False)])
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_gated(
+    backend: str, n: int, transposed: bool, activation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_plan(monkeypatch, 5)
+    a, bias, residual = (torch.randn(s, device=device) for s in ((19, 70), (n,), (19, n // 2)))
+    b = torch.randn(n, 70, device=device).T if transposed else torch.randn(70, n, device=device)
+    y = matmul(a, b, bias=bias, activation=activation, residual=residual, backend=backend)
+    assert_gated(y, a, b, bias, activation, residual)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_residual_of_any_strides_and_dtype(backend: str, activation: str | None, device: torch.device) -> None:
+    a, b = torch.randn(2, 5, 40, device=device), torch.randn(40, 20, device=device)
+    base = torch.randn(20, 10, 2, device=device)
+    residuals = [
+        base.permute(2, 1, 0)[:, ::2],
+        base[:, :5, :].permute(2, 1, 0).half(),
+        torch.randn(20, device=device).double().expand(2, 5, 20),
+    ]
+    plain = matmul(a, b, activation=activation, backend=backend)
+    for residual in residuals:
+        y = matmul(a, b, activation=activation, residual=residual, backend=backend)
+        assert y.dtype == a.dtype
+        # One rounding of the sum, and what contraction of the activation's last product and the sum may save.
+        bound = torch.finfo(y.dtype).eps * (plain.double().abs() + residual.double().abs())
+        assert ((y.double() - plain.double() - residual.double()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_residual_may_be_the_output(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_plan(monkeypatch, 5)
+    a, b = torch.randn(19, 70, device=device), torch.randn(70, 20, device=device)
+    base = torch.randn(40, 19, device=device)
+    out = base[::2].T
+    want = matmul(a, b, residual=out.clone(), backend=backend)
+    assert matmul(a, b, residual=out, out=out, backend=backend) is out
+    assert torch.equal(out, want)
+    out3 = torch.randn(1, 19, 20, device=device)
+    want = matmul(a[None], b, residual=out3.clone(), backend=backend)
+    assert matmul(a[None], b, residual=out3, out=out3, backend=backend) is out3
+    assert torch.equal(out3, want)
 
 
 def test_k_zero_without_bias_is_zero(device: torch.device) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from evenshare.quant import QuantizedWeight, launch, prepare, w4a16_matmul, w8a16_matmul
+from evenshare.quant import QuantizedWeight, launch, packing, prepare, reference, w4a16_matmul, w8a16_matmul
 from evenshare.quant import plan as quant_plan
 from evenshare.quant.encodings import CODEBOOKS
 from evenshare.quant.plan import plan_matmul
@@ -101,6 +101,52 @@ def test_epilogue(device: torch.device, backend: str, activation: str) -> None:
     bias = torch.randn(80, device=device)[::2]
     y = product(x, weight, bias=bias, activation=activation, backend=backend)
     assert_product(y, x, weight, bias, activation)
+
+
+@pytest.mark.parametrize("activation", ["silu_and_multiply", "gelu_and_multiply", "gelu_tanh_and_multiply"])
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize(("m", "n"), [(3, 2), (3, 40), (70, 130), (3, 256), (1, 258)])
+def test_gated(m: int, n: int, backend: str, activation: str, device: torch.device) -> None:
+    weight = random_weight(n, 200, 32, "offsets", device=device)
+    x, bias = torch.randn(m, 200, device=device), torch.randn(n, device=device)
+    residual = torch.randn(n // 2, m, device=device).T
+    y = product(x, weight, bias=bias, activation=activation, residual=residual, backend=backend)
+    # As for a plain product (`assert_product`), for both halves: d(act(g) u) <= 1.2 |dg| |u| + |act(g)| |du|, |act(g)| <= |g|;
+    # and some roundings of the activation, the product and the sum.
+    want = reference.matmul(x, weight, bias, activation, residual)
+    dense = weight.dequantize().double().T
+    gate, up = (x.double() @ dense + bias.double()).chunk(2, -1)
+    spread = (x.double().abs() @ dense.abs() + bias.double().abs()).chunk(2, -1)
+    bound = (200**0.5 / 2 + 2) * (1.2 * spread[0] * up.abs() + gate.abs() * spread[1])
+    bound += 4 * (gate.abs() * up.abs() + residual.double().abs() + want.abs())
+    assert y.shape == (m, n // 2)
+    assert ((y.double() - want).abs() <= torch.finfo(torch.float32).eps * bound).all()
+
+
+def test_gated_tiles_stay_within_the_padded_columns() -> None:
+    """Column tiles of up to 128 columns, half of them of each kind, read no column past the packed weight."""
+    for n_out in range(1, 400):
+        packed = packing.pack(random_weight(2 * n_out, 16, 16))
+        for half in (32, 64):
+            assert n_out + -(-n_out // half) * half <= packed.padded_n
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("shape", [(3, 40), (2, 3, 40)])
+def test_residual(shape: tuple[int, ...], backend: str, device: torch.device) -> None:
+    weight = random_weight(24, 40, 16, device=device)
+    x = torch.randn(shape, device=device)
+    plain = product(x, weight, activation="relu", backend=backend)
+    wide = torch.randn(*shape[:-1], 24, device=device).double()
+    for residual in (wide, wide.half(), wide[..., :1].expand(*shape[:-1], 24)):
+        y = product(x, weight, activation="relu", residual=residual, backend=backend)
+        assert y.dtype == x.dtype
+        bound = torch.finfo(y.dtype).eps * (plain.double().abs() + residual.double().abs())
+        assert ((y.double() - plain.double() - residual.double()).abs() <= bound).all()
+    out = wide.float()
+    want = product(x, weight, residual=out.clone(), backend=backend)
+    assert product(x, weight, residual=out, out=out, backend=backend) is out
+    assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
@@ -215,6 +261,26 @@ WEIGHT = random_weight(4, 32, 16)
         (X, {"activation": "tanh"}, ValueError, "activation: got 'tanh', want one of None, relu"),
         (X, {"bias": torch.zeros(3)}, ValueError, r"bias: got shape \(3,\), want \[4\]"),
         (X, {"bias": torch.zeros(4, dtype=torch.int32)}, TypeError, "bias: got torch.int32, want a floating-point"),
+        (
+            X,
+            {"activation": "silu_and_multiply", "bias": torch.zeros(2)},
+            ValueError,
+            r"bias: got shape \(2,\), want \[4\]",
+        ),
+        (
+            X,
+            {"activation": "silu_and_multiply", "out": X[:, :4]},
+            ValueError,
+            r"out: got shape \(3, 4\), want \(3, 2\)",
+        ),
+        (X, {"residual": torch.zeros(4)}, ValueError, r"residual: got shape \(4,\), want \(3, 4\)"),
+        (
+            X,
+            {"residual": torch.zeros(3, 4).int()},
+            TypeError,
+            "residual: got torch.int32, want a floating-point tensor",
+        ),
+        (X, {"out": torch.zeros(1, 4).expand(3, 4)}, ValueError, r"out: got strides \(0, 1\)"),
         (X, {"bias": torch.zeros(4, device="meta")}, ValueError, "bias: got device meta, want that of x, cpu"),
         (X, {"out": torch.zeros(3, 5)}, ValueError, r"out: got shape \(3, 5\), want \(3, 4\)"),
         (X, {"out": torch.zeros(3, 4).half()}, TypeError, "out: got torch.float16, want that of x, torch.float32"),
@@ -225,6 +291,11 @@ WEIGHT = random_weight(4, 32, 16)
 def test_refuses(x: torch.Tensor, arguments: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         w4a16_matmul(x, WEIGHT, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_gated_activation_wants_an_even_n() -> None:
+    with pytest.raises(ValueError, match=r"activation: got 'silu_and_multiply' for n = 5, want an even n"):
+        w4a16_matmul(X, random_weight(5, 32, 16), activation="silu_and_multiply")
 
 
 def test_each_function_names_the_other() -> None:

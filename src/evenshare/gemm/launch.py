@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from evenshare.device.activations import is_gated
 from evenshare.device.epilogue import get_activation
 from evenshare.device.target import Target
 from evenshare.device.workspace import stream_workspace
@@ -23,12 +24,14 @@ def matmul(
     b: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str | None,
+    residual: torch.Tensor | None,
     out: torch.Tensor,
     target: Target,
 ) -> None:
-    """out [m, n] = activation(a [m, k] b [k, n] + bias); m and n at least 1, any strides."""
-    (m, k), n = a.shape, b.shape[1]
-    aligned = loads_vectors(a) and loads_vectors(b)
+    """out [m, n_out] = activation(a [m, k] b [k, n] + bias) + residual; m and n at least 1, any strides."""
+    (m, k), n, n_out = a.shape, b.shape[1], out.shape[1]
+    # Of a gated product each half of b has to begin at a multiple of 16.
+    aligned = loads_vectors(a) and loads_vectors(b if n == n_out else b[:, :n_out])
     plan = plan_matmul(m, n, k, a.element_size(), target.num_sms, aligned, target.interpreted)
     tile, shares = plan.tile, plan.shares
     workspace = stream_workspace(plan.partial_elements, shares.max_counters, a.device)
@@ -36,22 +39,24 @@ def matmul(
         kernels.matmul[(shares.num_workers,)](
             a,
             b,
-            a if bias is None else bias.contiguous(),
+            None if bias is None else bias.contiguous(),
+            residual,
             out,
             workspace.partials,
             workspace.counters,
             m,
-            n,
+            n_out,
             k,
             *a.stride(),
             *b.stride(),
             *out.stride(),
+            *((0, 0) if residual is None else residual.stride()),
             shares.num_workers,
             shares.num_tiles,
             shares.iters_per_tile,
             shares.num_whole,
-            HAS_BIAS=bias is not None,
             ACTIVATION=get_activation(activation),
+            GATED=is_gated(activation),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,

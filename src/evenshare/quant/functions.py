@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from evenshare.device.activations import get_activation
-from evenshare.device.checks import check_is_tensor
+from evenshare.device.checks import check_epilogue, check_is_tensor
 from evenshare.device.target import select_target
 from evenshare.quant import cpu
 from evenshare.quant.weight import QuantizedWeight
@@ -19,19 +19,24 @@ def w4a16_matmul(
     *,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
+    residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """y = activation(x Wᵀ + bias) with a 4-bit weight, dequantised inside the kernel; sums in float32.
+    """y = activation(x Wᵀ + bias) + residual with a 4-bit weight, dequantised inside the kernel; sums in float32.
 
     x: float16, bfloat16 or float32 [..., k], any strides.
     weight: 4-bit `QuantizedWeight` [n, k] on the device of x. It is packed for the backend at the first call (or by `prepare`).
     bias: [n], any float dtype.
-    activation: None, "relu", "gelu", "gelu_tanh" or "silu".
-    out: [..., n], dtype and device of x, any strides; returned.
+    activation: None, "relu", "gelu", "gelu_tanh" or "silu"; or "silu_and_multiply", "gelu_and_multiply" or
+        "gelu_tanh_and_multiply": the rows of W are [gate | up], n / 2 of each,
+        and y = activation(gate) * up has n_out = n / 2. Otherwise
+        n_out = n.
+    residual: [..., n_out], any float dtype and strides, added after the activation; it may be `out` itself.
+    out: [..., n_out], dtype and device of x, any strides without overlap; returned. Must not share memory with x or bias.
     backend: None (by device), "cpu" or "triton".
 
-    Returns [..., n] in the dtype of x; an empty x gives an empty result. On a GPU the weight is split along k by even shares
+    Returns [..., n_out] in the dtype of x; an empty x gives an empty result. On a GPU the weight is split along k by even shares
     (arXiv 2301.03598, 2402.00025) and results repeat bit for bit. On the CPU, bfloat16 rounds scales to bfloat16.
 
     Raises TypeError for a wrong dtype and ValueError for a wrong shape, device, activation or backend, before any work.
@@ -45,7 +50,7 @@ def w4a16_matmul(
     _check_weight(weight)
     if weight.bits != 4:
         raise ValueError(f"weight: got {weight.bits}-bit codes, want 4 (w8a16_matmul takes 8)")
-    return _matmul(x, weight, bias, activation, out, backend)
+    return _matmul(x, weight, bias, activation, residual, out, backend)
 
 
 def w8a16_matmul(
@@ -54,6 +59,7 @@ def w8a16_matmul(
     *,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
+    residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -61,7 +67,7 @@ def w8a16_matmul(
     _check_weight(weight)
     if weight.bits != 8:
         raise ValueError(f"weight: got {weight.bits}-bit codes, want 8 (w4a16_matmul takes 4)")
-    return _matmul(x, weight, bias, activation, out, backend)
+    return _matmul(x, weight, bias, activation, residual, out, backend)
 
 
 def _check_weight(weight: QuantizedWeight) -> None:
@@ -88,38 +94,37 @@ def _matmul(
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
     activation: str | None,
+    residual: torch.Tensor | None,
     out: torch.Tensor | None,
     backend: str | None,
 ) -> torch.Tensor:
-    _validate(x, weight, bias, activation, out)
+    _check_x(x, weight)
+    n_out = check_epilogue(x, "x", weight.n, bias, activation, residual, out)
     rows = x if x.ndim == 2 else x.reshape(-1, weight.k)
+    if residual is not None and x.ndim != 2:
+        residual = residual.reshape(rows.shape[0], n_out)
     if backend == "cpu" or (backend is None and not x.is_cuda):
         y = cpu.matmul(rows, weight)
         if bias is not None:
             y += bias
         if activation is not None:
             y = get_activation(activation)(y)
+        if residual is not None:
+            y = (y + residual).to(x.dtype)
     else:
         target = select_target(x.device, backend)
         from evenshare.quant import launch  # triton is not imported for the CPU backend
 
-        y = out if out is not None and out.ndim == 2 else x.new_empty(rows.shape[0], weight.n)
+        y = out if out is not None and out.ndim == 2 else x.new_empty(rows.shape[0], n_out)
         if y.numel():
-            launch.matmul(rows, weight, bias, activation, y, target)
+            launch.matmul(rows, weight, bias, activation, residual, y, target)
         if y is out:
             return y
-    y = y if x.ndim == 2 else y.view(*x.shape[:-1], weight.n)
+    y = y if x.ndim == 2 else y.view(*x.shape[:-1], n_out)
     return y if out is None else out.copy_(y)
 
 
-def _validate(
-    x: torch.Tensor,
-    weight: QuantizedWeight,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    out: torch.Tensor | None,
-) -> None:
-    # On the path of every CPU token: no tuple or string is built unless something is wrong.
+def _check_x(x: torch.Tensor, weight: QuantizedWeight) -> None:
     check_is_tensor(x=x)
     if x.dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"x: got {x.dtype}, want float32, float16 or bfloat16")
@@ -127,20 +132,3 @@ def _validate(
         raise ValueError(f"x: got shape {tuple(x.shape)}, want [..., {weight.k}], the k of weight {weight.shape}")
     if x.device != weight.codes.device:
         raise ValueError(f"x: got device {x.device}, want that of weight, {weight.device}")
-    get_activation(activation)
-    if bias is not None:
-        check_is_tensor(bias=bias)
-        if not bias.is_floating_point():
-            raise TypeError(f"bias: got {bias.dtype}, want a floating-point tensor")
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias: got shape {tuple(bias.shape)}, want [{weight.n}], the n of weight {weight.shape}")
-        if bias.device != x.device:
-            raise ValueError(f"bias: got device {bias.device}, want that of x, {x.device}")
-    if out is not None:
-        check_is_tensor(out=out)
-        if out.dtype != x.dtype:
-            raise TypeError(f"out: got {out.dtype}, want that of x, {x.dtype}")
-        if out.shape != (*x.shape[:-1], weight.n):
-            raise ValueError(f"out: got shape {tuple(out.shape)}, want {(*x.shape[:-1], weight.n)}")
-        if out.device != x.device:
-            raise ValueError(f"out: got device {out.device}, want that of x, {x.device}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from evenshare.device.activations import is_gated
 from evenshare.device.epilogue import get_activation
 from evenshare.device.target import Target
 from evenshare.device.workspace import stream_workspace
@@ -22,16 +23,17 @@ def matmul(
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
     activation: str | None,
+    residual: torch.Tensor | None,
     out: torch.Tensor,
     target: Target,
 ) -> None:
-    """out [m, n] = activation(x [m, k] Wᵀ + bias); m and n at least 1, any strides."""
-    m, n = out.shape
+    """out [m, n_out] = activation(x [m, k] Wᵀ + bias) + residual; m and n at least 1, any strides."""
+    m, n_out = out.shape
     packed = packing.pack(weight)
     permutation = packed.permutation
     if permutation is not None and m > GATHER_ROWS:
         x, permutation = weight.gather(x), None
-    tile, plan = plan_matmul(m, n, packed.num_steps, x.element_size(), target.num_sms)
+    tile, plan = plan_matmul(m, weight.n, packed.num_steps, x.element_size(), target.num_sms)
     workspace = stream_workspace(plan.max_slots * tile.block_m * tile.block_n, plan.max_counters, x.device)
     with torch.cuda.device_of(x):  # the tensors' GPU, not the current one
         w4a16[(plan.num_workers,)](
@@ -40,16 +42,18 @@ def matmul(
             packed.words,
             packed.scales,
             packed.zeros,
-            x if bias is None else bias.contiguous(),
+            None if bias is None else bias.contiguous(),
+            residual,
             out,
             workspace.partials,
             workspace.counters,
             m,
-            n,
+            n_out,
             x.shape[1],
             packed.padded_n,
             *x.stride(),
             *out.stride(),
+            *((0, 0) if residual is None else residual.stride()),
             plan.num_workers,
             plan.num_tiles,
             plan.iters_per_tile,
@@ -57,8 +61,8 @@ def matmul(
             BITS=weight.bits,
             GROUP_SIZE=packed.group_size,
             FORM=packed.form,
-            HAS_BIAS=bias is not None,
             ACTIVATION=get_activation(activation),
+            GATED=is_gated(activation),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             NUM_STAGES=tile.num_stages,

@@ -13,10 +13,12 @@ def matmul(
     weight: QuantizedWeight,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
+    residual: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """activation(x Wᵀ + bias), all computed in `dtype`: x [m, k] -> [m, n]."""
+    """activation(x Wᵀ + bias) + residual, all computed in `dtype`: x [m, k] -> [m, n_out]."""
     y = x.to(dtype) @ weight.dequantize(torch.float32).to(dtype).T
     if bias is not None:
         y = y + bias.to(dtype)
-    return get_activation(activation)(y)
+    y = get_activation(activation)(y)
+    return y if residual is None else y + residual.to(dtype)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from evenshare.device.epilogue import store_tile
+from evenshare.device.epilogue import store_tile, tile_columns
 from evenshare.device.merge import merge_split_tile
 from evenshare.device.segments import share_begin
 
@@ -46,17 +46,18 @@ def _accumulate(a_ptr, b_ptr, rows, columns, m, n, k, begin, end, stride_a_m, st
 
 # The plan's numbers are not specialised on: no compilation for a plan of one tile or of one k-step.
 @triton.jit(do_not_specialize=["num_workers", "num_tiles", "iters_per_tile", "num_whole"])
-def matmul(a_ptr, b_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, m, n, k,
-           stride_a_m, stride_a_k, stride_b_k, stride_b_n, stride_out_m, stride_out_n,
+def matmul(a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, m, n, k,
+           stride_a_m, stride_a_k, stride_b_k, stride_b_n, stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
            num_workers, num_tiles, iters_per_tile, num_whole,
-           HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+           ACTIVATION: tl.constexpr, GATED: tl.constexpr,
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
-    """One worker of a `UniformPlan`: its whole tiles, then its share of the tail. An iteration is BLOCK_K of k."""
+    """One worker of a `UniformPlan`: its whole tiles, then its share of the tail. An iteration is BLOCK_K of k; n: columns of out,
+    of which b has twice as many if GATED."""
     worker = tl.program_id(0)
     tiles_m = tl.cdiv(m, BLOCK_M)
-    tiles_n = tl.cdiv(n, BLOCK_N)
+    columns_b = 2 * n if GATED else n
+    tiles_n = tl.cdiv(columns_b, BLOCK_N)
     tile_rows = tl.arange(0, BLOCK_M)
-    tile_columns = tl.arange(0, BLOCK_N)
 
     # Whole tiles and the tail are one loop, so that the inner loop is compiled once: `position` counts the tail's iterations.
     whole = worker
@@ -78,13 +79,14 @@ def matmul(a_ptr, b_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr, m, n, k,
             position += end - begin
         tile_m, tile_n = _tile_coordinates(tile, tiles_m, tiles_n)
         rows = tile_m * BLOCK_M + tile_rows
-        columns = tile_n * BLOCK_N + tile_columns
-        acc = _accumulate(a_ptr, b_ptr, rows, columns, m, n, k, begin, end, stride_a_m, stride_a_k, stride_b_k, stride_b_n,
-                          BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+        columns = tile_columns(tile_n, n, BLOCK_N, GATED)
+        acc = _accumulate(a_ptr, b_ptr, rows, columns, m, columns_b, k, begin, end,
+                          stride_a_m, stride_a_k, stride_b_k, stride_b_n, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
         complete = end - begin == iters_per_tile
         if not complete:
-            inner = tile_rows[:, None] * BLOCK_N + tile_columns[None, :]
+            inner = tile_rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             acc, complete = merge_split_tile(acc, partials_ptr, counters_ptr, inner, worker, split_tile, iters_per_tile,
                                              tail, num_workers, BLOCK_M * BLOCK_N)  # fmt: skip
         if complete:
-            store_tile(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out_n, HAS_BIAS, ACTIVATION)
+            store_tile(out_ptr, bias_ptr, residual_ptr, acc, rows, tile_n, m, n, stride_out_m, stride_out_n,
+                       stride_residual_m, stride_residual_n, ACTIVATION, GATED, BLOCK_M, BLOCK_N)  # fmt: skip

@@ -11,7 +11,7 @@ dot, so nothing larger than a weight is ever held in 16 bits. Sums and partials 
 import triton
 import triton.language as tl
 
-from evenshare.device.epilogue import store_tile
+from evenshare.device.epilogue import store_tile, tile_columns
 from evenshare.device.merge import merge_split_tile
 from evenshare.device.segments import share_begin
 from evenshare.quant.kernels.dequantize import FLOAT_OFFSETS, INTEGER_ZEROS, LANES, dequantize
@@ -57,17 +57,18 @@ def _accumulate(x_ptr, permutation_ptr, words_ptr, scales_ptr, zeros_ptr, rows, 
 
 # What changes from call to call is not specialised on: no compilation for m = 1, or for a plan of one tile.
 @triton.jit(do_not_specialize=["m", "num_workers", "num_tiles", "iters_per_tile", "num_whole"])
-def w4a16(x_ptr, permutation_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr,
-          m, n, k, padded_n, stride_x_m, stride_x_k, stride_out_m, stride_out_n,
+def w4a16(x_ptr, permutation_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, out_ptr,
+          partials_ptr, counters_ptr, m, n, k, padded_n,
+          stride_x_m, stride_x_k, stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
           num_workers, num_tiles, iters_per_tile, num_whole,
-          BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, FORM: tl.constexpr, HAS_BIAS: tl.constexpr,
-          ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
-    """One worker of a `UniformPlan`: its whole tiles, then its share of the tail. GROUP_SIZE may exceed k: one group."""
+          BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, FORM: tl.constexpr,
+          ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
+    """One worker of a `UniformPlan`: its whole tiles, then its share of the tail. GROUP_SIZE may exceed k: one group. n: columns of out, of
+    which the weight has twice as many if GATED."""
     worker = tl.program_id(0)
     tiles_m = tl.cdiv(m, BLOCK_M)
     tile_rows = tl.arange(0, BLOCK_M)
-    tile_columns = tl.arange(0, BLOCK_N)
-    inner = tile_rows[:, None] * BLOCK_N + tile_columns[None, :]
+    inner = tile_rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 
     # Whole tiles and the tail are one loop, so that the inner loop is compiled once: `position` counts the tail's k-steps.
     tile = worker
@@ -90,7 +91,7 @@ def w4a16(x_ptr, permutation_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, ou
         # Rows first: neighbours share the columns of W through L2.
         tile_n = current // tiles_m
         rows = (current - tile_n * tiles_m) * BLOCK_M + tile_rows
-        columns = tile_n * BLOCK_N + tile_columns
+        columns = tile_columns(tile_n, n, BLOCK_N, GATED)
         acc = _accumulate(x_ptr, permutation_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, padded_n, begin, end,
                           stride_x_m, stride_x_k, BITS, GROUP_SIZE, FORM, BLOCK_M, BLOCK_N, NUM_STAGES)  # fmt: skip
         complete = end - begin == iters_per_tile
@@ -98,4 +99,5 @@ def w4a16(x_ptr, permutation_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, ou
             acc, complete = merge_split_tile(acc, partials_ptr, counters_ptr, inner, worker, split_tile, iters_per_tile, tail, num_workers,
                                              BLOCK_M * BLOCK_N)  # fmt: skip
         if complete:
-            store_tile(out_ptr, bias_ptr, acc, rows, columns, m, n, stride_out_m, stride_out_n, HAS_BIAS, ACTIVATION)
+            store_tile(out_ptr, bias_ptr, residual_ptr, acc, rows, tile_n, m, n, stride_out_m, stride_out_n,
+                       stride_residual_m, stride_residual_n, ACTIVATION, GATED, BLOCK_M, BLOCK_N)  # fmt: skip

@@ -39,7 +39,7 @@ def quantize_command(
 ) -> None:
     """Quantise the linear layers of a model to 4 bits, without data, and write a compressed-tensors folder.
 
-    vLLM, SGLang and transformers load the result.
+    It is for everything that loads compressed-tensors, as vLLM, SGLang and transformers do.
     """
     try:
         source = open_checkpoint(model)

@@ -597,11 +597,75 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _describe(numbers, number, half: gl.constexpr, k_scale_ptr, stride_k_scale, score_scale, window_left,
+              GROUP: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, scores: gl.constexpr):  # fmt: skip
+    """Of a segment: (end block, number of blocks, first of the blocks that are masked up to the last, kv_len, and of each row the last
+    key and the first one that it sees, factor of the scores)."""
+    at = number % FLAGS * NUMBERS
+    begin = _read_number(numbers, at + 1)
+    end = _read_number(numbers, at + 2)
+    first = _read_number(numbers, at + 13)
+    qo_len = _read_number(numbers, at + 9)
+    row_begin = _read_number(numbers, at + 10)
+    kv_len = _read_number(numbers, at + 12)
+    rows = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores))
+    token, _h = _row_index(row_begin, rows, GROUP)
+    last_key = kv_len - qo_len + token  # bottom-right aligned
+    if CAUSAL:
+        last = gl.minimum(last_key, kv_len - 1)
+        whole = gl.minimum(gl.maximum(kv_len - qo_len + row_begin // GROUP + 1, 0), kv_len) // BLOCK_N
+    else:
+        last = gl.zeros_like(last_key) + (kv_len - 1)
+        whole = kv_len // BLOCK_N
+    if HAS_WINDOW:
+        whole = 0
+        first_seen = last_key - window_left
+    else:
+        first_seen = last_key
+    if k_scale_ptr is not None:
+        score_scale *= gl.load(k_scale_ptr + _read_number(numbers, at + 15) * stride_k_scale)
+    return first + end, end - begin, whole, kv_len, last, first_seen, score_scale
+
+
+@gluon.jit
+def _await_q(q_bufs, q_full, number, half: gl.constexpr, Q_BOX: gl.constexpr, Q_BUFFERS: gl.constexpr):
+    """The 64 rows of this consumer."""
+    STEP: gl.constexpr = q_bufs.shape[0] // (2 * Q_BUFFERS)  # buffers are as wide as the wider of q and out
+    parity = number % Q_BUFFERS
+    mbarrier.wait(q_full.index(parity), number // Q_BUFFERS & 1)
+    if Q_BOX == 0:
+        fence_async_shared()
+    return q_bufs.index((2 * parity + half) * STEP)
+
+
+@gluon.jit
+def _begin(q, stage, phase, key, last, first_seen, score_scale, cap_log2e, k_bufs, k_full, k_empty, times_ptr, segment, half: gl.constexpr,
+           GATHER: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
+           BLOCK_N: gl.constexpr, scores: gl.constexpr, element: gl.constexpr):  # fmt: skip
+    """Probabilities of a segment's first block, with nothing else to do."""
+    record(times_ptr, segment, START, half)
+    mbarrier.wait(k_full.index(stage), phase)
+    record(times_ptr, segment, KEYS, half)
+    if GATHER:
+        fence_async_shared()
+    no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, scores)
+    s_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), no_scores, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, (s_token,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    peak = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, scores))
+    total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, scores))
+    p, peak, total, _factor = _softmax(s, peak, total, key, last, first_seen, score_scale, cap_log2e,
+                                       True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores)  # fmt: skip
+    return _pack(p, element), peak, total
+
+
+@gluon.jit
 def _iterate(q, p, peak, total, acc, v_stage, v_phase, turn, key, last, first_seen, score_scale, cap_log2e,
              k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half: gl.constexpr,
              GATHER: gl.constexpr, MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
              BLOCK_N: gl.constexpr, STAGES: gl.constexpr, scores: gl.constexpr, output: gl.constexpr, element: gl.constexpr):  # fmt: skip
-    """Scores of the next block, while the values of the block before, whose probabilities are p, are summed."""
+    """Scores of the next block, while the values of the block before, whose probabilities are p, are summed -> (factor of that sum,
+    and what the next iteration takes)."""
     stage, phase = _next(v_stage, v_phase, STAGES)
     mbarrier.wait(k_full.index(stage), phase)
     if GATHER:
@@ -622,8 +686,22 @@ def _iterate(q, p, peak, total, acc, v_stage, v_phase, turn, key, last, first_se
                                       MASKED, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores)  # fmt: skip
     acc = warpgroup_mma_wait(0, (o_token,))
     mbarrier.arrive(v_empty.index(v_stage), count=1)
-    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, output)).expand_dims(1)
-    return _pack(p, element), peak, total, acc, stage, phase, turn ^ 1
+    return factor, _pack(p, element), peak, total, acc, stage, phase, turn ^ 1
+
+
+@gluon.jit
+def _finish(p, acc, stage, phase, v_bufs, v_full, v_empty, GATHER: gl.constexpr, STAGES: gl.constexpr,
+            output: gl.constexpr, element: gl.constexpr):  # fmt: skip
+    """The values of the last block, with nothing else to do."""
+    mbarrier.wait(v_full.index(stage), phase)
+    if GATHER:
+        fence_async_shared()
+    operand: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    o_token = warpgroup_mma(_unpack(p, operand, element), v_bufs.index(stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, (o_token,))
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    stage, phase = _next(stage, phase, STAGES)
+    return acc, stage, phase
 
 
 @gluon.jit
@@ -684,141 +762,157 @@ def _consume(half: gl.constexpr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, wor
     output: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16]
     )
-    operand: gl.constexpr = gl.DotOperandLayout(0, output, 2)
     element: gl.constexpr = out_ptr.dtype.element_ty
     if HAS_SOFT_CAP:
         score_scale = sm_scale / logits_soft_cap * (2.0 * LOG2E)  # tanh(x) = 1 - 2 / (1 + exp(2 x))
     else:
         score_scale = sm_scale * LOG2E
     cap_log2e = logits_soft_cap * LOG2E
-    rows = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores))
-    no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, scores)
+    O_STEP: gl.constexpr = o_bufs.shape[0] // (2 * Q_BUFFERS)
+    Q_STEP: gl.constexpr = q_bufs.shape[0] // (2 * Q_BUFFERS)
 
     worker = gl.program_id(0)
     segment_begin = gl.load(worker_indptr_ptr + worker)
     segment_end = gl.load(worker_indptr_ptr + worker + 1)
-    Q_STEP: gl.constexpr = q_bufs.shape[0] // (2 * Q_BUFFERS)  # buffers are as wide as the wider of q and out
-    O_STEP: gl.constexpr = o_bufs.shape[0] // (2 * Q_BUFFERS)
     stage = 0
     phase = 0
     turn = half ^ 1  # the first consumer begins
-    for segment in range(segment_begin, segment_end):
-        record(times_ptr, segment, START, half)
-        number = segment - segment_begin
-        parity = number % Q_BUFFERS
-        mbarrier.wait(q_full.index(parity), number // Q_BUFFERS & 1)
-        if Q_BOX == 0:
-            fence_async_shared()
-        at = number % FLAGS * NUMBERS
-        num_blocks = _read_number(numbers, at + 2) - _read_number(numbers, at + 1)
-        slot = _read_number(numbers, at + 3)
-        slot_begin = _read_number(numbers, at + 4)
-        num_slots = _read_number(numbers, at + 5)
-        counter = _read_number(numbers, at + 6)
-        q_start = _read_number(numbers, at + 8)
-        qo_len = _read_number(numbers, at + 9)
-        row_begin = _read_number(numbers, at + 10)
-        kv_len = _read_number(numbers, at + 12)
-        end = _read_number(numbers, at + 13) + _read_number(numbers, at + 2)
-        kv_head = _read_number(numbers, at + 15)
-        token, _h = _row_index(row_begin, rows, GROUP)
-        last_key = kv_len - qo_len + token  # bottom-right aligned
-        if CAUSAL:
-            last = gl.minimum(last_key, kv_len - 1)
-            # Blocks from `whole` on are masked: some row of the tile does not see all their keys.
-            whole = gl.minimum(gl.maximum(kv_len - qo_len + row_begin // GROUP + 1, 0), kv_len) // BLOCK_N
-        else:
-            last = gl.zeros_like(last_key) + (kv_len - 1)
-            whole = kv_len // BLOCK_N
-        if HAS_WINDOW:
-            whole = 0
-            first_seen = last_key - window_left
-        else:
-            first_seen = last_key
-        head_scale = score_scale
-        if k_scale_ptr is not None:
-            head_scale *= gl.load(k_scale_ptr + kv_head * stride_k_scale)
-        peak = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, scores))
-        total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, scores))
-        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, output)
-
-        q = q_bufs.index((2 * parity + half) * Q_STEP)
-        key = (end - 1) * BLOCK_N
-        mbarrier.wait(k_full.index(stage), phase)
-        record(times_ptr, segment, KEYS, half)
-        if GATHER:
-            fence_async_shared()
-        s_token = warpgroup_mma(q, k_bufs.index(stage).permute([1, 0]), no_scores, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, (s_token,))
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        p, peak, total, _factor = _softmax(s, peak, total, key, last, first_seen, head_scale, cap_log2e,
-                                     True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores)  # fmt: skip
-        p = _pack(p, element)
-        if not GATHER:
-            if key + BLOCK_N > kv_len:
-                mbarrier.wait(v_full.index(stage), phase)
-                _clear_rows(v_bufs.index(stage), kv_len - key, BLOCK_N, BLOCK_DV)
-        num_masked = gl.minimum(gl.maximum(end - whole, 1), num_blocks)
-        for _ in range(1, num_masked):
-            key -= BLOCK_N
-            p, peak, total, acc, stage, phase, turn = _iterate(
-                q, p, peak, total, acc, stage, phase, turn, key, last, first_seen, head_scale, cap_log2e,
-                k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half,
-                GATHER, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
-            )  # fmt: skip
-        for _ in range(num_masked, num_blocks):
-            key -= BLOCK_N
-            p, peak, total, acc, stage, phase, turn = _iterate(
-                q, p, peak, total, acc, stage, phase, turn, key, last, first_seen, head_scale, cap_log2e,
-                k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half,
-                GATHER, False, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
-            )  # fmt: skip
-        mbarrier.wait(v_full.index(stage), phase)
-        if GATHER:
-            fence_async_shared()
-        o_token = warpgroup_mma(_unpack(p, operand, element), v_bufs.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, (o_token,))
-        mbarrier.arrive(v_empty.index(stage), count=1)
-        stage, phase = _next(stage, phase, STAGES)
-
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        is_bad = gl.max(flags.index(number % FLAGS).load(one), 0) > 0
-        if is_bad:
-            gl.atomic_or(status_ptr, BAD_INDEX)
-        o_rows = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, output))
-        dims = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, output))
-        safe = gl.where(total == 0.0, 1.0, total)
-        lse2 = gl.convert_layout(gl.where(total == 0.0, NEG_INF, peak + gl.log2(safe)), gl.SliceLayout(1, output))
-        scale = gl.convert_layout(1.0 / safe, gl.SliceLayout(1, output))
-        if v_scale_ptr is not None:
-            scale *= gl.load(v_scale_ptr + kv_head * stride_v_scale)
-        acc = acc * scale.expand_dims(1)
-        finished = num_slots == 1
-        acc = gl.where(is_bad, 0.0, acc)
-        lse2 = gl.where(is_bad, gl.where(finished, NEG_INF, POS_INF), lse2)
-        if num_slots > 1:
-            slot_rows = slot.to(gl.int64) * BLOCK_M + o_rows
-            gl.store(partial_o_ptr + slot_rows.expand_dims(1) * BLOCK_DV + dims.expand_dims(0), acc)
-            gl.store(partial_lse_ptr + slot_rows, lse2)
-            counter_ptr = counters_ptr + counter * 2 + half
-            barrier()
-            finished = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_slots - 1
+    if segment_begin < segment_end:
+        if Q_BUFFERS == 2:
+            q = _await_q(q_bufs, q_full, 0, half, Q_BOX, Q_BUFFERS)
+            end, _b, _w, _k, last, first_seen, scale = _describe(
+                numbers,
+                0,
+                half,
+                k_scale_ptr,
+                stride_k_scale,
+                score_scale,
+                window_left,
+                GROUP,
+                CAUSAL,
+                HAS_WINDOW,
+                BLOCK_N,
+                scores,
+            )
+            p, peak, total = _begin(q, stage, phase, (end - 1) * BLOCK_N, last, first_seen, scale, cap_log2e, k_bufs, k_full, k_empty,
+                                    times_ptr, segment_begin, half, GATHER, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores, element)  # fmt: skip
+        for segment in range(segment_begin, segment_end):
+            number = segment - segment_begin
+            if Q_BUFFERS == 1:
+                q = _await_q(q_bufs, q_full, number, half, Q_BOX, Q_BUFFERS)
+            else:
+                q = q_bufs.index((2 * (number % 2) + half) * Q_STEP)
+            end, num_blocks, whole, kv_len, last, first_seen, scale = _describe(
+                numbers,
+                number,
+                half,
+                k_scale_ptr,
+                stride_k_scale,
+                score_scale,
+                window_left,
+                GROUP,
+                CAUSAL,
+                HAS_WINDOW,
+                BLOCK_N,
+                scores,
+            )
+            key = (end - 1) * BLOCK_N
+            if Q_BUFFERS == 1:
+                p, peak, total = _begin(q, stage, phase, key, last, first_seen, scale, cap_log2e, k_bufs, k_full, k_empty,
+                                        times_ptr, segment, half, GATHER, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores, element)  # fmt: skip
+            if not GATHER:
+                if key + BLOCK_N > kv_len:
+                    mbarrier.wait(v_full.index(stage), phase)
+                    _clear_rows(v_bufs.index(stage), kv_len - key, BLOCK_N, BLOCK_DV)
+            acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, output)
+            num_masked = gl.minimum(gl.maximum(end - whole, 1), num_blocks)
+            for _ in range(1, num_masked):
+                key -= BLOCK_N
+                factor, p, peak, total, acc, stage, phase, turn = _iterate(
+                    q, p, peak, total, acc, stage, phase, turn, key, last, first_seen, scale, cap_log2e,
+                    k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half,
+                    GATHER, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
+                )  # fmt: skip
+                acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, output)).expand_dims(1)
+            for _ in range(num_masked, num_blocks):
+                key -= BLOCK_N
+                factor, p, peak, total, acc, stage, phase, turn = _iterate(
+                    q, p, peak, total, acc, stage, phase, turn, key, last, first_seen, scale, cap_log2e,
+                    k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half,
+                    GATHER, False, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
+                )  # fmt: skip
+                acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, output)).expand_dims(1)
+            next_peak = peak
+            next_total = total
+            if (Q_BUFFERS == 2) & (segment + 1 < segment_end):
+                # The last block's values are summed during the first scores of the next segment.
+                record(times_ptr, segment + 1, START, half)
+                q = _await_q(q_bufs, q_full, number + 1, half, Q_BOX, Q_BUFFERS)
+                end, _b, _w, _k, last, first_seen, scale = _describe(
+                    numbers, number + 1, half, k_scale_ptr, stride_k_scale, score_scale, window_left, GROUP, CAUSAL, HAS_WINDOW, BLOCK_N,
+                    scores,
+                )  # fmt: skip
+                next_peak = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, scores))
+                next_total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, scores))
+                _f, p, next_peak, next_total, acc, stage, phase, turn = _iterate(
+                    q, p, next_peak, next_total, acc, stage, phase, turn, (end - 1) * BLOCK_N, last, first_seen, scale, cap_log2e,
+                    k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half,
+                    GATHER, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
+                )  # fmt: skip
+                record(times_ptr, segment + 1, KEYS, half)
+            else:
+                acc, stage, phase = _finish(
+                    p, acc, stage, phase, v_bufs, v_full, v_empty, GATHER, STAGES, output, element
+                )
+            at = number % FLAGS * NUMBERS
+            num_slots = _read_number(numbers, at + 5)
+            q_start = _read_number(numbers, at + 8)
+            qo_len = _read_number(numbers, at + 9)
+            row_begin = _read_number(numbers, at + 10)
+            kv_head = _read_number(numbers, at + 15)
+            one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            is_bad = gl.max(flags.index(number % FLAGS).load(one), 0) > 0
+            if is_bad:
+                gl.atomic_or(status_ptr, BAD_INDEX)
+            o_rows = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, output))
+            dims = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, output))
+            safe = gl.where(total == 0.0, 1.0, total)
+            lse2 = gl.convert_layout(gl.where(total == 0.0, NEG_INF, peak + gl.log2(safe)), gl.SliceLayout(1, output))
+            scale_o = gl.convert_layout(1.0 / safe, gl.SliceLayout(1, output))
+            if v_scale_ptr is not None:
+                scale_o *= gl.load(v_scale_ptr + kv_head * stride_v_scale)
+            acc = acc * scale_o.expand_dims(1)
+            finished = num_slots == 1
+            acc = gl.where(is_bad, 0.0, acc)
+            lse2 = gl.where(is_bad, gl.where(finished, NEG_INF, POS_INF), lse2)
+            if num_slots > 1:
+                slot = _read_number(numbers, at + 3)
+                slot_begin = _read_number(numbers, at + 4)
+                counter = _read_number(numbers, at + 6)
+                slot_rows = slot.to(gl.int64) * BLOCK_M + o_rows
+                gl.store(partial_o_ptr + slot_rows.expand_dims(1) * BLOCK_DV + dims.expand_dims(0), acc)
+                gl.store(partial_lse_ptr + slot_rows, lse2)
+                counter_ptr = counters_ptr + counter * 2 + half
+                barrier()
+                finished = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_slots - 1
+                if finished:
+                    record(times_ptr, segment, MERGE, half)
+                    gl.store(counter_ptr, 0)
+                    acc, lse2 = _merge(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, o_rows, dims,
+                                       BLOCK_M, BLOCK_DV, output)  # fmt: skip
             if finished:
-                record(times_ptr, segment, MERGE, half)
-                gl.store(counter_ptr, 0)
-                acc, lse2 = _merge(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, o_rows, dims,
-                                   BLOCK_M, BLOCK_DV, output)  # fmt: skip
-        if finished:
-            _store_rows(out_ptr, o_bufs.index((2 * parity + half) * O_STEP), acc.to(element), kv_head, q_start, qo_len, row_begin + half * ROWS, num_q_starts, num_q_tokens,
-                        stride_o_start, stride_o_token, stride_o_head, GROUP, HEAD_DIM_V, BLOCK_DV, DENSE)  # fmt: skip
-            if HAS_LSE:
-                _store_lse(lse_ptr, lse2 * lse_scale, o_rows, kv_head, q_start, qo_len, row_begin, num_q_starts, num_q_tokens,
-                           stride_lse_start, stride_lse_token, stride_lse_head, GROUP, DENSE)  # fmt: skip
-        record(times_ptr, segment, END, half)
-        # The buffer, through which the output went, is free for a later tile's q.
-        fence_async_shared()
-        barrier()
-        mbarrier.arrive(q_empty.index(parity), count=1)
+                _store_rows(out_ptr, o_bufs.index((2 * (number % Q_BUFFERS) + half) * O_STEP), acc.to(element), kv_head, q_start, qo_len, row_begin + half * ROWS, num_q_starts, num_q_tokens,
+                            stride_o_start, stride_o_token, stride_o_head, GROUP, HEAD_DIM_V, BLOCK_DV, DENSE)  # fmt: skip
+                if HAS_LSE:
+                    _store_lse(lse_ptr, lse2 * lse_scale, o_rows, kv_head, q_start, qo_len, row_begin, num_q_starts, num_q_tokens,
+                               stride_lse_start, stride_lse_token, stride_lse_head, GROUP, DENSE)  # fmt: skip
+            record(times_ptr, segment, END, half)
+            # The buffer, through which the output went, is free for a later tile's q.
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(q_empty.index(number % Q_BUFFERS), count=1)
+            peak = next_peak
+            total = next_total
 
 
 # Sizes of the batch are not specialised on: no compilation for a batch of one, or of a multiple of 16.

@@ -185,6 +185,17 @@ def test_compiles_without_graph_breaks(name: str) -> None:
     assert torch.ops.evenshare.w4a16.default in [node.target for node in graph.nodes]
 
 
+def test_compiled_layer_runs_the_kernel(device: torch.device) -> None:
+    """By the interpreter, or on a GPU, where a layer moves with its packed form left behind."""
+    torch._dynamo.reset()
+    layer = QuantLinear(random_weight(48, 64, 32, "zeros"), torch.randn(48), backend="triton").to(device)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, 64, dtype=torch.float16, device=device)
+    with torch.inference_mode():
+        assert_product(compiled(x), x, layer.quantized, layer.bias)
+    assert "triton" in layer.quantized.packed
+
+
 def toy() -> nn.Module:
     return nn.ModuleDict(
         {"body": nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64)), "lm_head": nn.Linear(64, 96)}

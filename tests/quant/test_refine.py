@@ -121,3 +121,9 @@ def test_meta_tensors_give_the_shape() -> None:
 def test_refuses(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         quantize(torch.zeros(4, 32), 16, **arguments)
+
+
+@pytest.mark.parametrize("function", [quantize, lambda weight: quantize_codebook(weight, "nf4")])
+def test_wants_a_tensor(function: Any) -> None:
+    with pytest.raises(TypeError, match="weight: got list, want a tensor"):
+        function([1.0])

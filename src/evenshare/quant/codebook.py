@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from evenshare.device.checks import check_is_tensor
 from evenshare.quant.chunks import for_each_chunk
 from evenshare.quant.encodings import CODEBOOKS
 from evenshare.quant.rounding import pack_codes
@@ -45,6 +46,7 @@ def quantize_codebook(weight: torch.Tensor, table: str, *, refine: bool = False)
     """
     if table not in TABLES:
         raise ValueError(f"table: got {table!r}, want one of {', '.join(TABLES)}")
+    check_is_tensor(weight=weight)
     if not weight.is_floating_point():
         raise TypeError(f"weight: got {weight.dtype}, want a floating-point tensor")
     if weight.ndim != 2 or weight.shape[1] == 0:

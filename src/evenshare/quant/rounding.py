@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from evenshare.device.checks import check_is_tensor
 from evenshare.quant.chunks import for_each_chunk
 from evenshare.quant.levels import Form, Levels, nearest_codes
 from evenshare.quant.refine import refine_levels
@@ -64,6 +65,7 @@ def quantize(
 
 
 def _check(weight: torch.Tensor, bits: int, symmetric: bool, zero_points: str, scale_dtype: torch.dtype) -> Form:
+    check_is_tensor(weight=weight)
     if not weight.is_floating_point():
         raise TypeError(f"weight: got {weight.dtype}, want a floating-point tensor")
     if weight.ndim != 2 or weight.shape[1] == 0:

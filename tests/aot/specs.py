@@ -263,22 +263,22 @@ def hopper_specs() -> Iterator[Spec]:
     plain |= {"CAUSAL": True, "HAS_WINDOW": False, "HAS_SOFT_CAP": False, "HAS_LSE": True}
     # dtype, head dims of k and v, block n, q buffers, stages, keys of a box (0: gathered), known spills, what differs from `plain`
     cases: list[tuple[str, int, int, int, int, int, int, int, dict[str, Any]]] = [
-        ("bf16", 128, 128, 128, 2, 2, 128, 24, {"DENSE": True, "GROUP": 1, "HAS_LSE": False}),
-        ("bf16", 128, 128, 128, 2, 2, 128, 24, {"CAUSAL": False}),
-        ("bf16", 128, 128, 128, 2, 2, 16, 36, {"PAGE_SIZE": 16}),
-        ("bf16", 128, 128, 128, 2, 2, 128, 36, {"PAGE_SIZE": 256, "HAS_WINDOW": True}),
-        ("bf16", 128, 128, 128, 2, 2, 0, 71, {"PAGE_SIZE": 1}),
-        ("fp16", 72, 72, 128, 2, 2, 0, 63, {"GROUP": 7, "HAS_SOFT_CAP": True}),
-        ("fp16", 64, 64, 128, 2, 3, 64, 12, {"PAGE_SIZE": 64, "HAS_SOFT_CAP": True}),
-        ("bf16", 256, 256, 64, 1, 2, 64, 47, {}),
-        ("bf16", 192, 128, 64, 1, 2, 16, 12, {"PAGE_SIZE": 16}),
-        ("bf16", 256, 256, 64, 1, 2, 0, 184, {"PAGE_SIZE": 1}),
+        ("bf16", 128, 128, 128, 2, 2, 128, 3, {"DENSE": True, "GROUP": 1, "HAS_LSE": False}),
+        ("bf16", 128, 128, 128, 2, 2, 128, 0, {"CAUSAL": False}),
+        ("bf16", 128, 128, 128, 2, 2, 16, 3, {"PAGE_SIZE": 16}),
+        ("bf16", 128, 128, 128, 2, 2, 128, 0, {"PAGE_SIZE": 256, "HAS_WINDOW": True}),
+        ("bf16", 128, 128, 128, 2, 2, 0, 85, {"PAGE_SIZE": 1}),
+        ("fp16", 72, 72, 128, 2, 2, 0, 192, {"GROUP": 7, "HAS_SOFT_CAP": True}),
+        ("fp16", 64, 64, 128, 2, 3, 64, 3, {"PAGE_SIZE": 64, "HAS_SOFT_CAP": True}),
+        ("bf16", 256, 256, 64, 1, 2, 64, 11, {}),
+        ("bf16", 192, 128, 64, 1, 2, 16, 0, {"PAGE_SIZE": 16}),
+        ("bf16", 256, 256, 64, 1, 2, 0, 131, {"PAGE_SIZE": 1}),
     ]
     fp8: list[tuple[str, int, int, int, int, int, int, int, dict[str, Any]]] = [
-        ("bf16", 128, 128, 128, 2, 2, 0, 60, {"PAGE_SIZE": 16}),
-        ("fp16", 80, 80, 128, 2, 2, 0, 65, {"HAS_SOFT_CAP": True, "GROUP": 7}),
+        ("bf16", 128, 128, 128, 2, 2, 0, 31, {"PAGE_SIZE": 16}),
+        ("fp16", 80, 80, 128, 2, 2, 0, 178, {"HAS_SOFT_CAP": True, "GROUP": 7}),
         ("bf16", 64, 64, 128, 2, 3, 0, 0, {"DENSE": True, "CAUSAL": False, "HAS_WINDOW": True}),
-        ("bf16", 256, 256, 64, 1, 2, 0, 134, {"PAGE_SIZE": 1}),
+        ("bf16", 256, 256, 64, 1, 2, 0, 60, {"PAGE_SIZE": 1}),
     ]
     for number, case in enumerate([*cases, *fp8, *fp8[:2]]):
         dtype, dim, dim_v, block_n, q_buffers, stages, box, known_spills, changed = case
@@ -288,7 +288,7 @@ def hopper_specs() -> Iterator[Spec]:
         constants = plain | {"HEAD_DIM": dim, "HEAD_DIM_V": dim_v, "BLOCK_N": block_n, **blocks} | changed
         constants |= {"GATHER": box == 0, "BOX": box, "Q_BUFFERS": q_buffers, "STAGES": stages, "num_warps": 4}
         constants |= dict(
-            zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), (232, 40) if box else (224, 64), strict=True)
+            zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"), (232, 40) if box else (224, 56), strict=True)
         )
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
         keys = f"tensordesc<{dtype}[1, 1, {box}, 64],{layout!r}>" if box else "*fp8e4nv" if codes else f"*{dtype}"
@@ -474,6 +474,7 @@ def all_specs() -> list[Spec]:
     return [
         *gemm_specs(),
         *w4a16_specs(),
+        *grouped_specs(),
         *attention_specs(),
         *hopper_specs(),
         *decode_specs(),

@@ -204,7 +204,7 @@ class ForwardLauncher:
             if q_box:
                 boxes[0] = _q_box(q, problem.group_size, q_box)
             # Of 65536: two groups of four warps consume; TMA takes one warp and few registers, gathering takes four.
-            registers = {"CONSUMER_REGISTERS": 224 if gathers else 232, "PRODUCER_REGISTERS": 64 if gathers else 40}
+            registers = {"CONSUMER_REGISTERS": 224 if gathers else 232, "PRODUCER_REGISTERS": 56 if gathers else 40}
             launcher = get_launcher(
                 hopper_prefill.prefill, 6 + len(scales), **constants, **registers, Q_BOX=q_box, Q_BUFFERS=tile.q_buffers
             )

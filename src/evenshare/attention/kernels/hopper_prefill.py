@@ -116,18 +116,20 @@ def _announce(queries, segments_ptr, tiles_ptr, number, segment, tile, heads_per
         head_ptr = (
             q + q_start.to(gl.int64) * _pieces(stride_start) + kv_head.to(gl.int64) * (GROUP * _pieces(stride_head))
         )
-        for chunk in gl.static_range(2 * ROWS // CHUNK):
-            rows = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))
-            token, head = _row_index(row_begin, rows, GROUP)
-            valid = _valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
-            offsets = token.to(gl.int64) * _pieces(stride_token) + head.to(gl.int64) * _pieces(stride_head)
-            pointers = head_ptr + offsets.expand_dims(1) + d.expand_dims(0)
-            mask = valid.expand_dims(1) & (d < HEAD_DIM).expand_dims(0)
-            buffer = q_bufs.index((2 * parity + chunk * CHUNK // ROWS) * STEP).slice(chunk * CHUNK % ROWS, CHUNK, 0)
-            if q.dtype.element_ty == q_bufs.dtype:
-                async_copy.async_copy_global_to_shared(buffer, pointers, mask=mask)
-            else:
-                buffer.store(gl.load(pointers, mask=mask, other=0.0).to(q_bufs.dtype))
+        for half in range(2):
+            half_buf = q_bufs.index((2 * parity + half) * STEP)
+            for chunk in gl.static_range(ROWS // CHUNK):
+                rows = half * ROWS + chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))
+                token, head = _row_index(row_begin, rows, GROUP)
+                valid = _valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
+                offsets = token.to(gl.int64) * _pieces(stride_token) + head.to(gl.int64) * _pieces(stride_head)
+                pointers = head_ptr + offsets.expand_dims(1) + d.expand_dims(0)
+                mask = valid.expand_dims(1) & (d < HEAD_DIM).expand_dims(0)
+                buffer = half_buf.slice(chunk * CHUNK, CHUNK, 0)
+                if q.dtype.element_ty == q_bufs.dtype:
+                    async_copy.async_copy_global_to_shared(buffer, pointers, mask=mask)
+                else:
+                    buffer.store(gl.load(pointers, mask=mask, other=0.0).to(q_bufs.dtype))
         async_copy.mbarrier_arrive(q_full.index(parity), increment_count=False)
 
 
@@ -540,14 +542,15 @@ def _valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE: gl.co
 
 
 @gluon.jit
-def _softmax(s, peak, total, key, last, first_seen, score_scale, cap_log2e,
-             MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr, BLOCK_N: gl.constexpr,
+def _softmax(s, peak, total, key, last, first_seen, whole_begin, whole_end, score_scale, cap_log2e,
+             HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr, BLOCK_N: gl.constexpr,
              scores: gl.constexpr):  # fmt: skip
-    """Scores of one block -> (probabilities, peak, total, factor of what was summed before), in base 2."""
+    """Scores of one block -> (probabilities, peak, total, factor of what was summed before), in base 2. Every row sees the keys from
+    whole_begin to whole_end."""
     if HAS_SOFT_CAP:
         # cap * tanh(x): what counts is the absolute error, some 1e-7 of the cap.
         s = cap_log2e - (2.0 * cap_log2e) / (1.0 + gl.exp2(s * score_scale))
-    if MASKED:
+    if (key < whole_begin) | (key + BLOCK_N > whole_end):
         n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores)).expand_dims(0)
         keep = n <= (last - key).expand_dims(1)
         if HAS_WINDOW:
@@ -557,9 +560,7 @@ def _softmax(s, peak, total, key, last, first_seen, score_scale, cap_log2e,
         new_peak = gl.maximum(peak, gl.max(s, 1))
     else:
         new_peak = gl.maximum(peak, gl.max(s, 1) * score_scale)
-    base = new_peak
-    if MASKED:
-        base = gl.where(new_peak == NEG_INF, 0.0, new_peak)
+    base = gl.where(new_peak == NEG_INF, 0.0, new_peak)
     if HAS_SOFT_CAP:
         p = gl.exp2(s - base.expand_dims(1))
     else:
@@ -598,33 +599,32 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _describe(numbers, number, half: gl.constexpr, k_scale_ptr, stride_k_scale, score_scale, window_left,
-              GROUP: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, scores: gl.constexpr):  # fmt: skip
-    """Of a segment: (end block, number of blocks, first of the blocks that are masked up to the last, kv_len, and of each row the last
-    key and the first one that it sees, factor of the scores)."""
+              GROUP: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, scores: gl.constexpr):  # fmt: skip
+    """Of a segment: (end block, number of blocks, kv_len, of each row the last key and the first one that it sees, begin and end of the
+    keys that all rows see, factor of the scores)."""
     at = number % FLAGS * NUMBERS
     begin = _read_number(numbers, at + 1)
     end = _read_number(numbers, at + 2)
     first = _read_number(numbers, at + 13)
     qo_len = _read_number(numbers, at + 9)
-    row_begin = _read_number(numbers, at + 10)
+    row_begin = _read_number(numbers, at + 10) + half * ROWS
     kv_len = _read_number(numbers, at + 12)
-    rows = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores))
-    token, _h = _row_index(row_begin, rows, GROUP)
-    last_key = kv_len - qo_len + token  # bottom-right aligned
+    token, _h = _row_index(row_begin, gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores)), GROUP)
+    shift = kv_len - qo_len  # bottom-right aligned
+    last_key = shift + token
+    last = gl.zeros_like(last_key) + (kv_len - 1)
+    whole_end = kv_len
     if CAUSAL:
-        last = gl.minimum(last_key, kv_len - 1)
-        whole = gl.minimum(gl.maximum(kv_len - qo_len + row_begin // GROUP + 1, 0), kv_len) // BLOCK_N
-    else:
-        last = gl.zeros_like(last_key) + (kv_len - 1)
-        whole = kv_len // BLOCK_N
+        last = gl.minimum(last_key, last)
+        whole_end = gl.minimum(shift + row_begin // GROUP + 1, kv_len)
+    first_seen = last_key
+    whole_begin = 0
     if HAS_WINDOW:
-        whole = 0
-        first_seen = last_key - window_left
-    else:
-        first_seen = last_key
+        first_seen -= window_left
+        whole_begin = shift + (row_begin + ROWS - 1) // GROUP - window_left
     if k_scale_ptr is not None:
         score_scale *= gl.load(k_scale_ptr + _read_number(numbers, at + 15) * stride_k_scale)
-    return first + end, end - begin, whole, kv_len, last, first_seen, score_scale
+    return first + end, end - begin, kv_len, last, first_seen, whole_begin, whole_end, score_scale
 
 
 @gluon.jit
@@ -639,7 +639,7 @@ def _await_q(q_bufs, q_full, number, half: gl.constexpr, Q_BOX: gl.constexpr, Q_
 
 
 @gluon.jit
-def _begin(q, stage, phase, key, last, first_seen, score_scale, cap_log2e, k_bufs, k_full, k_empty, times_ptr, segment, half: gl.constexpr,
+def _begin(q, stage, phase, key, last, first_seen, whole_begin, whole_end, score_scale, cap_log2e, k_bufs, k_full, k_empty, times_ptr, segment, half: gl.constexpr,
            GATHER: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
            BLOCK_N: gl.constexpr, scores: gl.constexpr, element: gl.constexpr):  # fmt: skip
     """Probabilities of a segment's first block, with nothing else to do."""
@@ -654,15 +654,15 @@ def _begin(q, stage, phase, key, last, first_seen, score_scale, cap_log2e, k_buf
     mbarrier.arrive(k_empty.index(stage), count=1)
     peak = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, scores))
     total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, scores))
-    p, peak, total, _factor = _softmax(s, peak, total, key, last, first_seen, score_scale, cap_log2e,
-                                       True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores)  # fmt: skip
+    p, peak, total, _factor = _softmax(s, peak, total, key, last, first_seen, whole_begin, whole_end, score_scale, cap_log2e,
+                                       HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores)  # fmt: skip
     return _pack(p, element), peak, total
 
 
 @gluon.jit
-def _iterate(q, p, peak, total, acc, v_stage, v_phase, turn, key, last, first_seen, score_scale, cap_log2e,
+def _iterate(q, p, peak, total, acc, v_stage, v_phase, turn, key, last, first_seen, whole_begin, whole_end, score_scale, cap_log2e,
              k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half: gl.constexpr,
-             GATHER: gl.constexpr, MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
+             GATHER: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
              BLOCK_N: gl.constexpr, STAGES: gl.constexpr, scores: gl.constexpr, output: gl.constexpr, element: gl.constexpr):  # fmt: skip
     """Scores of the next block, while the values of the block before, whose probabilities are p, are summed -> (factor of that sum,
     and what the next iteration takes)."""
@@ -682,8 +682,8 @@ def _iterate(q, p, peak, total, acc, v_stage, v_phase, turn, key, last, first_se
     mbarrier.arrive(turns.index(1 - half), count=1)
     s = warpgroup_mma_wait(1, (s_token,))
     mbarrier.arrive(k_empty.index(stage), count=1)
-    p, peak, total, factor = _softmax(s, peak, total, key, last, first_seen, score_scale, cap_log2e,
-                                      MASKED, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores)  # fmt: skip
+    p, peak, total, factor = _softmax(s, peak, total, key, last, first_seen, whole_begin, whole_end, score_scale, cap_log2e,
+                                      HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores)  # fmt: skip
     acc = warpgroup_mma_wait(0, (o_token,))
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     return factor, _pack(p, element), peak, total, acc, stage, phase, turn ^ 1
@@ -780,66 +780,39 @@ def _consume(half: gl.constexpr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, wor
     if segment_begin < segment_end:
         if Q_BUFFERS == 2:
             q = _await_q(q_bufs, q_full, 0, half, Q_BOX, Q_BUFFERS)
-            end, _b, _w, _k, last, first_seen, scale = _describe(
-                numbers,
-                0,
-                half,
-                k_scale_ptr,
-                stride_k_scale,
-                score_scale,
-                window_left,
-                GROUP,
-                CAUSAL,
-                HAS_WINDOW,
-                BLOCK_N,
-                scores,
-            )
-            p, peak, total = _begin(q, stage, phase, (end - 1) * BLOCK_N, last, first_seen, scale, cap_log2e, k_bufs, k_full, k_empty,
-                                    times_ptr, segment_begin, half, GATHER, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores, element)  # fmt: skip
+            end, _b, _k, last, first_seen, whole_begin, whole_end, scale = _describe(
+                numbers, 0, half, k_scale_ptr, stride_k_scale, score_scale, window_left, GROUP, CAUSAL, HAS_WINDOW, scores
+            )  # fmt: skip
+            p, peak, total = _begin(
+                q, stage, phase, (end - 1) * BLOCK_N, last, first_seen, whole_begin, whole_end, scale, cap_log2e, k_bufs, k_full, k_empty,
+                times_ptr, segment_begin, half, GATHER, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores, element,
+            )  # fmt: skip
         for segment in range(segment_begin, segment_end):
             number = segment - segment_begin
             if Q_BUFFERS == 1:
                 q = _await_q(q_bufs, q_full, number, half, Q_BOX, Q_BUFFERS)
             else:
                 q = q_bufs.index((2 * (number % 2) + half) * Q_STEP)
-            end, num_blocks, whole, kv_len, last, first_seen, scale = _describe(
-                numbers,
-                number,
-                half,
-                k_scale_ptr,
-                stride_k_scale,
-                score_scale,
-                window_left,
-                GROUP,
-                CAUSAL,
-                HAS_WINDOW,
-                BLOCK_N,
-                scores,
-            )
+            end, num_blocks, kv_len, last, first_seen, whole_begin, whole_end, scale = _describe(
+                numbers, number, half, k_scale_ptr, stride_k_scale, score_scale, window_left, GROUP, CAUSAL, HAS_WINDOW, scores
+            )  # fmt: skip
             key = (end - 1) * BLOCK_N
             if Q_BUFFERS == 1:
-                p, peak, total = _begin(q, stage, phase, key, last, first_seen, scale, cap_log2e, k_bufs, k_full, k_empty,
-                                        times_ptr, segment, half, GATHER, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores, element)  # fmt: skip
+                p, peak, total = _begin(
+                    q, stage, phase, key, last, first_seen, whole_begin, whole_end, scale, cap_log2e, k_bufs, k_full, k_empty,
+                    times_ptr, segment, half, GATHER, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores, element,
+                )  # fmt: skip
             if not GATHER:
                 if key + BLOCK_N > kv_len:
                     mbarrier.wait(v_full.index(stage), phase)
                     _clear_rows(v_bufs.index(stage), kv_len - key, BLOCK_N, BLOCK_DV)
             acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, output)
-            num_masked = gl.minimum(gl.maximum(end - whole, 1), num_blocks)
-            for _ in range(1, num_masked):
+            for _ in range(1, num_blocks):
                 key -= BLOCK_N
                 factor, p, peak, total, acc, stage, phase, turn = _iterate(
-                    q, p, peak, total, acc, stage, phase, turn, key, last, first_seen, scale, cap_log2e,
+                    q, p, peak, total, acc, stage, phase, turn, key, last, first_seen, whole_begin, whole_end, scale, cap_log2e,
                     k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half,
-                    GATHER, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
-                )  # fmt: skip
-                acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, output)).expand_dims(1)
-            for _ in range(num_masked, num_blocks):
-                key -= BLOCK_N
-                factor, p, peak, total, acc, stage, phase, turn = _iterate(
-                    q, p, peak, total, acc, stage, phase, turn, key, last, first_seen, scale, cap_log2e,
-                    k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half,
-                    GATHER, False, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
+                    GATHER, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
                 )  # fmt: skip
                 acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, output)).expand_dims(1)
             next_peak = peak
@@ -848,16 +821,16 @@ def _consume(half: gl.constexpr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, wor
                 # The last block's values are summed during the first scores of the next segment.
                 record(times_ptr, segment + 1, START, half)
                 q = _await_q(q_bufs, q_full, number + 1, half, Q_BOX, Q_BUFFERS)
-                end, _b, _w, _k, last, first_seen, scale = _describe(
-                    numbers, number + 1, half, k_scale_ptr, stride_k_scale, score_scale, window_left, GROUP, CAUSAL, HAS_WINDOW, BLOCK_N,
-                    scores,
+                end, _b, _k, last, first_seen, whole_begin, whole_end, scale = _describe(
+                    numbers, number + 1, half, k_scale_ptr, stride_k_scale, score_scale, window_left, GROUP, CAUSAL, HAS_WINDOW, scores
                 )  # fmt: skip
                 next_peak = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, scores))
                 next_total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, scores))
                 _f, p, next_peak, next_total, acc, stage, phase, turn = _iterate(
-                    q, p, next_peak, next_total, acc, stage, phase, turn, (end - 1) * BLOCK_N, last, first_seen, scale, cap_log2e,
+                    q, p, next_peak, next_total, acc, stage, phase, turn, (end - 1) * BLOCK_N,
+                    last, first_seen, whole_begin, whole_end, scale, cap_log2e,
                     k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half,
-                    GATHER, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
+                    GATHER, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
                 )  # fmt: skip
                 record(times_ptr, segment + 1, KEYS, half)
             else:

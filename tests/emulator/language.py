@@ -273,7 +273,7 @@ FUNCTIONS: dict[str, Any] = {
     "full": _full,
     "zeros": lambda shape, dtype, layout=None: _full(shape, 0, dtype, layout),
     "zeros_like": lambda value: Tensor(torch.zeros_like(value.data)),
-    "convert_layout": lambda value, layout: Tensor(value.data, layout),
+    "convert_layout": lambda value, layout, assert_trivial=False: Tensor(value.data, layout),
     "cast": lambda value, dtype, bitcast=False: value.to(dtype, bitcast),
     "expand_dims": lambda value, axis: value.expand_dims(axis),
     "reshape": lambda value, shape: Tensor(value.data.reshape(list(shape))),
@@ -286,6 +286,8 @@ FUNCTIONS: dict[str, Any] = {
     "exp2": lambda value: _elementwise(torch.exp2, value),
     "log2": lambda value: _elementwise(torch.log2, value),
     "abs": lambda value: _elementwise(torch.abs, value),
+    "sigmoid": lambda value: _elementwise(torch.sigmoid, value),
+    "erf": lambda value: _elementwise(torch.erf, value),
     "max": _extreme(torch.amax, float("-inf")),
     "min": _extreme(torch.amin, float("inf")),
     "sum": lambda value, axis: _reduced(value.data.sum(axis, dtype=value.data.dtype)),
@@ -295,6 +297,7 @@ FUNCTIONS: dict[str, Any] = {
     "thread_barrier": lambda: _machine().maybe_switch(),
     "warp_specialize": _specialize,
     "fence_async_shared": lambda: _machine().fence(),
+    "mma_v2": lambda a, b, acc: Tensor(acc.data + a.data.float() @ b.data.float(), acc.layout),
     "warpgroup_mma": _warpgroup_mma,
     "warpgroup_mma_wait": _warpgroup_mma_wait,
     "globaltimer": _tick,
@@ -372,6 +375,7 @@ class Emulated:
             names = self.function.__code__.co_varnames[: self.function.__code__.co_argcount]
             if "num_warps" in names:
                 constants["num_warps"] = num_warps
+            constants = {name: _translate(value) for name, value in constants.items()}
             values = [_Descriptor(a) if hasattr(a, "block_shape") else wrap_argument(a) for a in arguments]
             seed = next(self.seeds)
             programs = list(itertools.product(*(range(n) for n in (*grid, 1, 1)[:3])))

@@ -1,0 +1,198 @@
+"""The Hopper kernel's side of a 4-bit product: which weights it takes, their packed form, its tiles and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from evenshare.device.activations import is_gated
+from evenshare.device.epilogue import get_activation
+from evenshare.device.launcher import Box, get_launcher
+from evenshare.device.target import Target
+from evenshare.device.workspace import stream_workspace
+from evenshare.quant.kernels import hopper_w4a16
+from evenshare.quant.kernels.dequantize import FLOAT_OFFSETS, INTEGER_ZEROS, SYMMETRIC
+from evenshare.quant.weight import QuantizedWeight
+from evenshare.schedule.uniform import uniform_plan
+
+USE_HOPPER = False  # until the kernel has run on a GPU: so far it is compiled, and right in the tests' emulator
+ROW_MULTIPLE = 256  # rows of W are padded to the widest tile
+STEP, BLOCK, STRIP, PIECES = (
+    c.value for c in (hopper_w4a16.STEP, hopper_w4a16.BLOCK, hopper_w4a16.STRIP, hopper_w4a16.PIECES)
+)
+SHARED_BYTES = (227 << 10) - 2048  # of an SM, less barriers and alignment
+MAX_STAGES = 12
+MIN_STEPS_PER_SHARE = 2  # a partial is 64 columns of W in bytes
+PIECE_BYTES = 16  # what TMA wants addresses and strides to be multiples of
+
+
+@dataclass(frozen=True)
+class HopperWeight:
+    """Operands of `kernels.hopper_w4a16`. Padding is zero, scales included, so padded weights are zero."""
+
+    words: torch.Tensor  # int32 [strips, blocks, 16, 32]: 64 x 64 codes in the order of the tensor cores' registers
+    scales: torch.Tensor  # 16 bits [groups, padded rows]
+    zeros: torch.Tensor | None  # as scales: zero points or offsets
+    form: int
+    group_size: int  # at most the columns of a step: a larger one is repeated
+
+    @property
+    def num_steps(self) -> int:
+        return self.words.shape[1] * BLOCK // STEP
+
+
+def refusal(x: torch.Tensor, weight: QuantizedWeight, target: Target) -> str | None:
+    """Why this product runs on the portable kernel instead, or None."""
+    if not USE_HOPPER or target.capability != (9, 0):
+        return "the kernel is for compute capability 9.0"
+    if weight.bits != 4 or weight.encoding != "integer":
+        return "the kernel takes 4-bit integers"
+    if x.dtype not in (torch.float16, torch.bfloat16) or weight.scales.dtype not in (torch.float16, torch.bfloat16):
+        return "the kernel takes 16-bit x and scales"
+    if weight.num_groups > 1 and STEP % weight.group_size and weight.group_size % STEP:
+        return f"groups of {weight.group_size} do not divide a step of {STEP} columns, nor it them"
+    if weight.permutation is None and (x.stride(1) != 1 or x.stride(0) * x.element_size() % PIECE_BYTES):
+        return "rows of x do not begin at multiples of 16 bytes"
+    if weight.permutation is None and x.data_ptr() % PIECE_BYTES:
+        return "x does not begin at a multiple of 16 bytes"
+    return None
+
+
+def pack(weight: QuantizedWeight, gated: bool) -> HopperWeight:
+    """The weight's packed form, from its cache or made now; as `packing.pack`. gated: of each 16 rows 8 are the gate's, 8 up's."""
+    key = ("hopper", gated)
+    found = weight.packed.get(key)
+    if found is None:
+        if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "weight: got one that is not packed inside a CUDA graph's capture, want prepare(weight, ...) before"
+            )
+        found = weight.packed[key] = _pack(weight, gated)
+        if weight.device.type == "cuda":
+            torch.cuda.current_stream(weight.device).synchronize()
+    return found
+
+
+def _rows(values: torch.Tensor, gated: bool) -> torch.Tensor:
+    """[n, ...] in the kernel's order of rows, padded with zeros."""
+    halves = values.unflatten(0, (2, -1)) if gated else values.unsqueeze(0)
+    multiple = ROW_MULTIPLE // halves.shape[0]
+    padding = [0, 0] * (halves.dim() - 2) + [0, -halves.shape[1] % multiple]
+    halves = F.pad(halves, padding)
+    return halves.unflatten(1, (-1, 8)).transpose(0, 1).flatten(0, 2) if gated else halves[0]
+
+
+def _pack(weight: QuantizedWeight, gated: bool) -> HopperWeight:
+    codes = _rows(F.pad(weight.unpacked_codes(), (0, -weight.stored_k % STEP)), gated)
+    # [strip, block, warp, row, quad, step of 16, half of it, upper or lower 8 rows, pair]
+    codes = codes.view(-1, 4, 2, 8, codes.shape[1] // BLOCK, 4, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 6, 2, 8)
+    words = torch.zeros(codes.shape[:6], dtype=torch.int32, device=weight.device)
+    for half in range(2):
+        for lower in range(2):
+            for pair in range(2):
+                words |= codes[..., half, lower, pair].to(torch.int32) << 4 * (2 * half + lower) + 16 * pair
+    num_steps = words.shape[1] * BLOCK // STEP
+    repeats = max(weight.group_size // STEP, 1) if weight.num_groups > 1 else num_steps
+    group_size = STEP if weight.num_groups == 1 else min(weight.group_size, STEP)
+    num_groups = num_steps * STEP // group_size
+
+    def columns(per_group: torch.Tensor) -> torch.Tensor:
+        spread = _rows(per_group.repeat_interleave(repeats, 1)[:, :num_groups].to(weight.scales.dtype), gated)
+        return F.pad(spread, (0, num_groups - spread.shape[1])).t().contiguous()
+
+    if weight.offsets is not None:
+        zeros, form = columns(weight.offsets), FLOAT_OFFSETS
+    elif weight.zeros is not None:
+        zeros, form = columns(weight.zeros), INTEGER_ZEROS
+    else:
+        zeros, form = None, SYMMETRIC
+    words = words.view(*words.shape[:2], 16, 32)
+    return HopperWeight(words, columns(weight.scales), zeros, form.value, group_size)
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    block_m: int  # tokens
+    strips: int  # of 64 rows of W; four warps for each
+    num_stages: int
+
+
+def choose_tile(m: int, group_size: int, symmetric: bool) -> HopperTile:
+    """Few tokens: as few as the tensor cores take, and all of shared memory for the weight. Many: what the registers hold."""
+    block_m = next((size for size in (8, 16, 32, 64) if m <= size), 128)
+    strips = 4 if block_m <= 16 else 2
+    scale_bytes = max(STEP // group_size, 1) * strips * STRIP * 2 * (1 if symmetric else 2)
+    stage_bytes = strips * STRIP * STEP // 2 + block_m * STEP * 2 + scale_bytes
+    return HopperTile(block_m, strips, min(SHARED_BYTES // stage_bytes, MAX_STAGES))
+
+
+def matmul(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    target: Target,
+) -> None:
+    """As `launch.matmul`, for what `refusal` does not refuse."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    m, n_out = out.shape
+    packed = pack(weight, is_gated(activation))
+    if weight.permutation is not None:
+        x = weight.gather(x)
+    tile = choose_tile(m, packed.group_size, packed.zeros is None)
+    rows = tile.strips * STRIP
+    num_tiles = -(-m // tile.block_m) * -(-weight.n // rows)
+    num_workers = max(num_tiles, num_tiles * packed.num_steps // MIN_STEPS_PER_SHARE)
+    shares = uniform_plan(num_tiles, packed.num_steps, min(num_workers, target.num_sms))
+    workspace = stream_workspace(shares.max_slots * rows * tile.block_m, shares.max_counters, x.device)
+
+    def layout(width: int, bits: int, rank: int) -> NVMMASharedLayout:
+        return NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=rank)
+
+    piece = PIECES * tile.strips
+    num_groups, padded_n = packed.scales.shape
+    scale_box = Box(
+        (num_groups, padded_n // piece, piece),
+        (padded_n, piece, 1),
+        (STEP // packed.group_size, PIECES, piece),
+        layout(2 * piece, 16, 3),
+    )
+    boxes = {
+        0: Box(tuple(x.shape), tuple(x.stride()), (tile.block_m, BLOCK), layout(128, 16, 2)),
+        1: Box(tuple(packed.words.shape), packed.words.stride(), (tile.strips, 1, 16, 32), layout(128, 32, 4)),
+        2: scale_box,
+    }
+    if packed.zeros is not None:
+        boxes[3] = scale_box
+    launcher = get_launcher(
+        hopper_w4a16.w4a16,
+        7,
+        GROUP_SIZE=packed.group_size,
+        FORM=packed.form,
+        ACTIVATION=get_activation(activation),
+        GATED=is_gated(activation),
+        STRIPS=tile.strips,
+        BLOCK_M=tile.block_m,
+        STAGES=tile.num_stages,
+        num_warps=4 * tile.strips,
+    )
+    static = (
+        workspace.partials,
+        workspace.counters,
+        m,
+        n_out,
+        *out.stride(),
+        *((0, 0) if residual is None else residual.stride()),
+        shares.num_workers,
+        shares.num_tiles,
+        shares.iters_per_tile,
+        shares.num_whole,
+    )
+    launch = launcher.bind(x.device, (shares.num_workers,), static, boxes)
+    bias = None if bias is None else bias.contiguous()
+    launch(x, packed.words, packed.scales, packed.zeros, bias, residual, out)

@@ -1,0 +1,355 @@
+"""y = activation(x Wᵀ + bias) + residual for Hopper (sm_90), W in 4-bit codes: yᵀ = W xᵀ by an even share of the (tile, k-step) space.
+
+W is the left operand, so its rows fill the M side of the tensor cores and the few tokens are the N. A producer streams k-steps of 128
+columns, their codes, scales and x, into a ring of STAGES buffers and runs ahead over the borders of segments. The consumer's warps take
+16 rows each: one 16-byte load gives a thread the codes of its operand registers for 64 columns, which become 16-bit numbers there by
+and-or and one subtraction, without a shuffle. Each group is summed for itself in float32 and then scaled, so nothing overflows.
+
+Up to 16 tokens go through mma.sync, which takes 8 at a time and waits for nobody; more through wgmma, which reads x from shared memory.
+What zero points and offsets add is a multiple of the group's sum of x, which one more product, by ones, gives.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from evenshare.device.gluon import barrier
+from evenshare.device.segments import first_contributor, next_segment, partial_slot, share_begin
+from evenshare.quant.kernels.dequantize import INTEGER_ZEROS, SYMMETRIC
+
+STEP = gl.constexpr(128)  # columns of W
+BLOCK = gl.constexpr(64)  # columns of W in one load, of x in one panel of 128 bytes
+STRIP = gl.constexpr(64)  # rows of W that lie together: four warps'
+PIECES = gl.constexpr(8)  # of a tile's scales: a swizzle repeats after 8
+MIDDLE = gl.constexpr(8.0)
+
+
+@gluon.jit
+def _next(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    phase = gl.where(stage == STAGES, phase ^ 1, phase)
+    return gl.where(stage == STAGES, 0, stage), phase
+
+
+@gluon.jit
+def _produce(x, words, scales, zeros, worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
+             x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
+             GROUP_SIZE: gl.constexpr, FORM: gl.constexpr, STRIPS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """One warp."""
+    GROUPS: gl.constexpr = max(STEP // GROUP_SIZE, 1)  # of a step
+    WORD_BYTES: gl.constexpr = STRIPS * STRIP * STEP // 2
+    SCALE_BYTES: gl.constexpr = GROUPS * STRIPS * STRIP * 2 * (1 if FORM == SYMMETRIC else 2)
+    stage = 0
+    phase = 1
+    tile = worker
+    position = share_begin(worker, tail, num_workers)
+    share_end = share_begin(worker + 1, tail, num_workers)
+    while (tile < num_whole) | (position < share_end):
+        current, begin, end, _s, tile, position = next_segment(
+            tile, position, share_end, iters_per_tile, num_whole, num_workers
+        )
+        tile_n = current // tiles_m
+        row = (current - tile_n * tiles_m) * BLOCK_M
+        for step in range(begin, end):
+            mbarrier.wait(empty.index(stage), phase)
+            bar = full.index(stage)
+            mbarrier.expect(bar, WORD_BYTES + SCALE_BYTES + BLOCK_M * STEP * 2)
+            group = step * STEP // GROUP_SIZE
+            for half in gl.static_range(2):
+                at = 2 * stage + half
+                tma.async_copy_global_to_shared(
+                    words, [tile_n * STRIPS, 2 * step + half, 0, 0], bar, word_bufs.index(at)
+                )
+                tma.async_copy_global_to_shared(x, [row, (2 * step + half) * BLOCK], bar, x_bufs.index(at))
+            tma.async_copy_global_to_shared(scales, [group, tile_n * PIECES, 0], bar, scale_bufs.index(stage))
+            if FORM != SYMMETRIC:
+                tma.async_copy_global_to_shared(zeros, [group, tile_n * PIECES, 0], bar, zero_bufs.index(stage))
+            stage, phase = _next(stage, phase, STAGES)
+
+
+@gluon.jit
+def _numbers(words, element: gl.constexpr):
+    """int32 words of eight codes -> four pairs of 16-bit numbers, code - 8, in the order of an operand's registers."""
+    if element == gl.bfloat16:
+        # 0x4300 is 128: the code is its lowest bits.
+        pairs = gl.inline_asm_elementwise(
+            """{
+            .reg .b32 t0, t1, t2, t3, s1, s2, s3, c;
+            mov.b32 c, 0x43084308;
+            shr.u32 s1, $8, 4;
+            shr.u32 s2, $8, 8;
+            shr.u32 s3, $8, 12;
+            lop3.b32 t0, $8, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 t1, s1, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 t2, s2, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 t3, s3, 0x000F000F, 0x43004300, 0xEA;
+            sub.bf16x2 t0, t0, c;
+            sub.bf16x2 t1, t1, c;
+            sub.bf16x2 t2, t2, c;
+            sub.bf16x2 t3, t3, c;
+            mov.b32 {$0, $1}, t0;
+            mov.b32 {$2, $3}, t1;
+            mov.b32 {$4, $5}, t2;
+            mov.b32 {$6, $7}, t3;
+            }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r",
+            [words],
+            (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            True,
+            1,
+        )
+    else:
+        # 0x6400 is 1024.
+        pairs = gl.inline_asm_elementwise(
+            """{
+            .reg .b32 t0, t1, t2, t3, s1, s2, s3, c;
+            mov.b32 c, 0x64086408;
+            shr.u32 s1, $8, 4;
+            shr.u32 s2, $8, 8;
+            shr.u32 s3, $8, 12;
+            lop3.b32 t0, $8, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 t1, s1, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 t2, s2, 0x000F000F, 0x64006400, 0xEA;
+            lop3.b32 t3, s3, 0x000F000F, 0x64006400, 0xEA;
+            sub.f16x2 t0, t0, c;
+            sub.f16x2 t1, t1, c;
+            sub.f16x2 t2, t2, c;
+            sub.f16x2 t3, t3, c;
+            mov.b32 {$0, $1}, t0;
+            mov.b32 {$2, $3}, t1;
+            mov.b32 {$4, $5}, t2;
+            mov.b32 {$6, $7}, t3;
+            }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r",
+            [words],
+            (gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
+            True,
+            1,
+        )
+    return pairs
+
+
+@gluon.jit
+def _operand(words, element: gl.constexpr, operand: gl.constexpr):
+    """[warps, 8, 4, steps of 16 columns] words -> [16 warps, columns] numbers: the left operand, every register where it is."""
+    a0, a1, b0, b1, c0, c1, d0, d1 = _numbers(words, element)
+    upper = gl.join(gl.join(a0, a1), gl.join(c0, c1))  # rows 0 to 7 of the warp's 16; then pair, half of the 16 columns
+    lower = gl.join(gl.join(b0, b1), gl.join(d0, d1))
+    numbers = gl.join(upper, lower)  # [warp, row, quad, step, pair, half, upper or lower]
+    numbers = gl.permute(numbers, [0, 6, 1, 3, 5, 2, 4])
+    ROWS: gl.constexpr = 16 * words.shape[0]
+    numbers = gl.reshape(numbers, [ROWS, 16 * words.shape[3]])
+    return gl.convert_layout(numbers, operand, assert_trivial=True)
+
+
+@gluon.jit
+def _parts(words, PARTS: gl.constexpr):
+    """[warps, 8, 4, 4] words of 64 columns -> a tuple of PARTS of 64 / PARTS columns."""
+    if PARTS == 1:
+        parts = (words,)
+    else:
+        split = gl.permute(gl.reshape(words, [words.shape[0], 8, 4, 2, 2]), [0, 1, 2, 4, 3])
+        first, second = gl.split(split)
+        if PARTS == 2:
+            parts = (first, second)
+        else:
+            a, b = gl.split(gl.reshape(first, [words.shape[0], 8, 4, 1, 2]))
+            c, d = gl.split(gl.reshape(second, [words.shape[0], 8, 4, 1, 2]))
+            parts = (a, b, c, d)
+    return parts
+
+
+@gluon.jit
+def _multiply(a, x_buf, acc, layout: gl.constexpr):
+    """acc + a [rows, columns] x_buf [tokens, columns]ᵀ."""
+    if layout.version[0] == 2:
+        right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+        acc = mma_v2(a, x_buf.permute([1, 0]).load(right), acc)
+    else:
+        token = warpgroup_mma(a, x_buf.permute([1, 0]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, (token,))
+    return acc
+
+
+@gluon.jit
+def _per_row(buf, group: gl.constexpr, by_piece: gl.constexpr, layout: gl.constexpr):
+    """The values of a group, float32 [rows, 1]."""
+    values = buf.slice(group * PIECES, PIECES, 0).load(by_piece)
+    values = gl.convert_layout(
+        gl.reshape(values, [PIECES * buf.shape[1]]), gl.SliceLayout(1, layout), assert_trivial=True
+    )
+    return values.to(gl.float32).expand_dims(1)
+
+
+@gluon.jit
+def _store(out_ptr, bias_ptr, residual_ptr, acc, tile_n, token, m, n, stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+           ACTIVATION: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
+    """As `device.epilogue.store_tile`, transposed. Of a gated weight each 16 rows are 8 of the gate and the 8 of up that belong to them."""
+    if bias_ptr is not None:
+        rows = tile_n * acc.shape[0] + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
+        if GATED:
+            rows = rows // 16 * 8 + rows % 8 + (rows // 8 % 2) * n
+            acc += gl.load(bias_ptr + rows, mask=rows < 2 * n, other=0.0).to(gl.float32).expand_dims(1)
+        else:
+            acc += gl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(gl.float32).expand_dims(1)
+    if GATED:
+        halves = gl.permute(gl.reshape(acc, [acc.shape[0] // 16, 2, 8, acc.shape[1]]), [0, 2, 3, 1])
+        gate, up = gl.split(halves)
+        y = gl.reshape(ACTIVATION(gate) * up, [acc.shape[0] // 2, acc.shape[1]])
+    else:
+        y = ACTIVATION(acc)
+    layout: gl.constexpr = y.type.layout
+    at = tile_n * y.shape[0] + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, layout))
+    tokens = token + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, layout))
+    mask = (at < n).expand_dims(1) & (tokens < m).expand_dims(0)
+    at = at.to(gl.int64).expand_dims(1)
+    tokens = tokens.to(gl.int64).expand_dims(0)
+    if residual_ptr is not None:
+        y += gl.load(residual_ptr + tokens * stride_residual_m + at * stride_residual_n, mask=mask, other=0.0).to(
+            gl.float32
+        )
+    gl.store(out_ptr + tokens * stride_out_m + at * stride_out_n, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _consume(bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, m, n,
+             stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+             worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
+             x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
+             GROUP_SIZE: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
+             STRIPS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    WARPS: gl.constexpr = 4 * STRIPS
+    ROWS: gl.constexpr = STRIPS * STRIP
+    element: gl.constexpr = x_bufs.dtype
+    version: gl.constexpr = [2, 0] if BLOCK_M <= 16 else [3, 0]
+    instruction: gl.constexpr = [16, 8] if BLOCK_M <= 16 else [16, BLOCK_M, 16]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=version, warps_per_cta=[WARPS, 1], instr_shape=instruction)
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    thread_order: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    # Of 8 pieces of the rows' values those that a thread of `layout` has: lanes, registers and warps count rows.
+    warp_bases: gl.constexpr = [[1, 0], [2, 0], [4, 0]] if STRIPS == 2 else [[0, 16], [1, 0], [2, 0], [4, 0]]
+    by_piece: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 8]], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], warp_bases, [], [PIECES, PIECES * STRIPS]
+    )
+    GROUPS: gl.constexpr = max(STEP // GROUP_SIZE, 1)
+    PARTS: gl.constexpr = max(BLOCK // GROUP_SIZE, 1)  # of 64 columns
+    COLUMNS: gl.constexpr = BLOCK // PARTS
+    ones = gl.full([ROWS, COLUMNS], 1.0, element, operand)
+    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, layout)
+    offsets = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)).expand_dims(1) * BLOCK_M
+    offsets += gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout)).expand_dims(0)
+
+    stage = 0
+    phase = 0
+    tile = worker
+    position = share_begin(worker, tail, num_workers)
+    share_end = share_begin(worker + 1, tail, num_workers)
+    while (tile < num_whole) | (position < share_end):
+        current, begin, end, split_tile, tile, position = next_segment(
+            tile, position, share_end, iters_per_tile, num_whole, num_workers
+        )
+        tile_n = current // tiles_m
+        acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout)
+        for _ in range(begin, end):
+            mbarrier.wait(full.index(stage), phase)
+            scale_buf = scale_bufs.index(stage)
+            zero_buf = zero_bufs.index(stage)
+            sums = nothing
+            x_sums = nothing
+            for half in gl.static_range(2):
+                words = word_bufs.index(2 * stage + half).load(thread_order)
+                parts = _parts(gl.reshape(words, [WARPS, 8, 4, 4]), PARTS)
+                for part in gl.static_range(PARTS):
+                    x_buf = x_bufs.index(2 * stage + half)
+                    if PARTS > 1:
+                        x_buf = x_buf.slice(part * COLUMNS, COLUMNS, 1)
+                    sums = _multiply(_operand(parts[part], element, operand), x_buf, sums, layout)
+                    if FORM != SYMMETRIC:
+                        x_sums = _multiply(ones, x_buf, x_sums, layout)
+                    if GROUPS > 1 or half == 1:
+                        scale = _per_row(scale_buf, (half * PARTS + part) % GROUPS, by_piece, layout)
+                        acc += sums * scale
+                        if FORM != SYMMETRIC:
+                            zero = _per_row(zero_buf, (half * PARTS + part) % GROUPS, by_piece, layout)
+                            if FORM == INTEGER_ZEROS:
+                                acc += x_sums * ((MIDDLE - zero) * scale)
+                            else:
+                                acc += x_sums * (zero + MIDDLE * scale)
+                        sums = nothing
+                        x_sums = nothing
+            barrier()
+            mbarrier.arrive(empty.index(stage), count=1)  # all warps have read the step
+            stage, phase = _next(stage, phase, STAGES)
+        complete = end - begin == iters_per_tile
+        if not complete:
+            tile_begin = split_tile * iters_per_tile
+            slot = partial_slot(worker, tile_begin, tail, num_workers).to(gl.int64)
+            gl.store(partials_ptr + slot * (ROWS * BLOCK_M) + offsets, acc)
+            first = first_contributor(tile_begin, tail, num_workers).to(gl.int32)
+            last = first_contributor(tile_begin + iters_per_tile - 1, tail, num_workers).to(gl.int32)
+            barrier()
+            complete = gl.atomic_add(counters_ptr + split_tile, 1, sem="acq_rel") == last - first
+            if complete:
+                gl.store(counters_ptr + split_tile, 0)
+                acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout)
+                for i in range(first, last + 1):
+                    slot = partial_slot(i, tile_begin, tail, num_workers).to(gl.int64)
+                    acc += gl.load(partials_ptr + slot * (ROWS * BLOCK_M) + offsets)
+        if complete:
+            token = (current - tile_n * tiles_m) * BLOCK_M
+            _store(out_ptr, bias_ptr, residual_ptr, acc, tile_n, token, m, n, stride_out_m, stride_out_n,
+                   stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["m", "num_workers", "num_tiles", "iters_per_tile", "num_whole"])
+def w4a16(x, words, scales, zeros, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr,
+          m, n, stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+          num_workers, num_tiles, iters_per_tile, num_whole,
+          GROUP_SIZE: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
+          STRIPS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """One worker of a `UniformPlan` of tiles [64 STRIPS rows of W, BLOCK_M tokens]; n: columns of out.
+
+    TMA descriptors: x, boxes [BLOCK_M, 64] of [m, k]; words, boxes [STRIPS, 1, 16, 32] of int32 [strips, k / 64, 16, 32] in the order of
+    `hopper_packing`; scales and zeros, boxes [groups of a step, 8, 8 STRIPS] of [groups, pieces, 8 STRIPS] in 16 bits.
+    """
+    panel: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    word_panel: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    # Pieces of 8 STRIPS values, 16 STRIPS bytes: the swizzle is as wide.
+    scale_panel: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=16 * STRIPS, element_bitwidth=16, rank=2)
+    SCALE_ROWS: gl.constexpr = max(STEP // GROUP_SIZE, 1) * PIECES
+    x_bufs = gl.allocate_shared_memory(x.dtype, [2 * STAGES, BLOCK_M, BLOCK], panel)
+    word_bufs = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 16 * STRIPS, 32], word_panel)
+    scale_bufs = gl.allocate_shared_memory(scales.dtype, [STAGES, SCALE_ROWS, PIECES * STRIPS], scale_panel)
+    zero_bufs = scale_bufs
+    if FORM != SYMMETRIC:
+        zero_bufs = gl.allocate_shared_memory(zeros.dtype, [STAGES, SCALE_ROWS, PIECES * STRIPS], scale_panel)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    worker = gl.program_id(0)
+    tiles_m = (m + BLOCK_M - 1) // BLOCK_M
+    tail = (num_tiles - num_whole) * iters_per_tile
+    gl.warp_specialize(
+        [
+            (_consume, (bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, m, n,
+                        stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+                        worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
+                        x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
+                        GROUP_SIZE, FORM, ACTIVATION, GATED, STRIPS, BLOCK_M, STAGES)),
+            (_produce, (x, words, scales, zeros, worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
+                        x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
+                        GROUP_SIZE, FORM, STRIPS, BLOCK_M, STAGES)),
+        ],
+        [1],
+        [40],
+    )  # fmt: skip

@@ -1,0 +1,144 @@
+"""The Hopper kernel of 4-bit products, on the CPU in `tests.emulator`: every form, group, tile and epilogue against float64."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from evenshare.device.target import Target
+from evenshare.quant import QuantizedWeight, hopper, quantize
+from evenshare.quant.kernels import hopper_w4a16
+from tests.emulator import Emulated
+
+BF16, FP16 = torch.bfloat16, torch.float16
+GATES = {"silu_and_multiply": F.silu, "gelu_and_multiply": F.gelu}
+ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+@pytest.fixture(autouse=True)
+def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_w4a16, "w4a16", Emulated(hopper_w4a16.w4a16))
+    monkeypatch.setattr(Emulated, "seeds", itertools.count(zlib.crc32(request.node.name.encode())))
+    monkeypatch.setattr(hopper, "USE_HOPPER", True)
+
+
+def target(num_sms: int = 5) -> Target:
+    return Target("triton", torch.device("cpu"), num_sms, (9, 0), False)
+
+
+def random_weight(n: int, k: int, group_size: int, form: str, dtype: torch.dtype = BF16) -> QuantizedWeight:
+    weight = torch.randn(n, k)
+    if form == "symmetric":
+        return quantize(weight, group_size, scale_dtype=dtype)
+    return quantize(weight, group_size, symmetric=False, zero_points=form, scale_dtype=dtype)
+
+
+def product(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    activation: str | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    num_sms: int = 5,
+) -> torch.Tensor:
+    n_out = weight.n // 2 if activation in GATES else weight.n
+    wide = torch.full((x.shape[0] + 2, n_out + 3), torch.nan, dtype=x.dtype)
+    out = wide[1:-1, 1:-2]
+    assert hopper.refusal(x, weight, target(num_sms)) is None
+    hopper.matmul(x, weight, bias, activation, residual, out, target(num_sms))
+    assert int((~wide.isnan()).sum()) == out.numel(), "written outside"
+    return out
+
+
+def check(x: torch.Tensor, weight: QuantizedWeight, activation: str | None = None, **options: Any) -> None:
+    """Codes and scales are exact in the kernel, sums float32: what is left is one rounding of the output."""
+    got = product(x, weight, activation, **options)
+    bias, residual = options.get("bias"), options.get("residual")
+    want = x.double() @ weight.dequantize(torch.float64).T
+    want = want if bias is None else want + bias.double()
+    if activation in GATES:
+        gate, up = want.chunk(2, 1)
+        want = GATES[activation](gate) * up
+    else:
+        want = ACTIVATIONS[activation](want)
+    want = want if residual is None else want + residual.double()
+    summed = x.double().abs() @ weight.dequantize(torch.float64).abs().T  # what float32 sums round by
+    budget = torch.finfo(x.dtype).eps * want.abs().max() + 64 * torch.finfo(torch.float32).eps * summed.max()
+    assert float((got.double() - want).abs().max()) <= float(budget)
+
+
+@pytest.mark.parametrize("form", ["symmetric", "integer", "float"])
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
+def test_groups_and_forms(group_size: int, form: str) -> None:
+    for dtype in (BF16, FP16):
+        check(torch.randn(5, 768).to(dtype), random_weight(80, 768, group_size, form, dtype))
+
+
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 33, 64, 65, 200])
+def test_tokens(m: int) -> None:
+    """Every tile, its edges, and more than one."""
+    check(torch.randn(m, 256).to(BF16), random_weight(300, 256, 64, "integer"))
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "group_size"), [(1, 16, 16), (7, 40, -1), (257, 10944, 32), (520, 128, 128), (64, 1000, 128)]
+)
+def test_shapes(n: int, k: int, group_size: int) -> None:
+    """n that is no multiple of anything; k of one group, of less than a step, and of a last group that is not full."""
+    check(torch.randn(3, k).to(BF16), random_weight(n, k, group_size, "symmetric"))
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 7, 132])
+def test_shares(num_sms: int) -> None:
+    """Whole tiles, split ones, tiles of many contributors; the same bits whoever comes last, on the workspace of the run before."""
+    x, weight = torch.randn(4, 2048).to(BF16), random_weight(700, 2048, 128, "symmetric")
+    check(x, weight, num_sms=num_sms)
+    first = product(x, weight, num_sms=num_sms)
+    other = torch.randn(4, 2048).to(BF16)
+    for _ in range(3):
+        product(other, weight, num_sms=num_sms)
+        assert torch.equal(product(x, weight, num_sms=num_sms), first)
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATES])
+def test_epilogues(activation: str | None) -> None:
+    n_out = 150 if activation in GATES else 300
+    for m in (3, 40):
+        x, weight = torch.randn(m, 256).to(FP16), random_weight(300, 256, 128, "symmetric", FP16)
+        check(x, weight, activation)
+        check(x, weight, activation, bias=torch.randn(300), residual=torch.randn(n_out, m).to(FP16).T)
+
+
+def test_permuted_columns_and_strided_rows() -> None:
+    weight = random_weight(100, 256, 64, "integer")
+    order = torch.randperm(256).int()
+    permuted = QuantizedWeight(weight.codes, weight.scales, 256, 64, zeros=weight.zeros, permutation=order)
+    check(torch.randn(6, 300).to(BF16)[:, 3:259], permuted)
+    check(torch.randn(6, 512).to(BF16)[::2, 8:264], weight)
+
+
+def test_large_activations_and_small_scales() -> None:
+    """A product beyond float16 before it is scaled."""
+    weight = random_weight(64, 512, 128, "symmetric", FP16)
+    small = QuantizedWeight(weight.codes, torch.full_like(weight.scales, 2.0**-24), 512, 128)
+    check(torch.full((2, 512), 60000.0, dtype=FP16), small)
+
+
+def test_what_is_left_to_the_portable_kernel() -> None:
+    weight = random_weight(64, 512, 128, "symmetric")
+    x = torch.randn(2, 512).to(BF16)
+    cases = {
+        "16-bit x": (x.float(), weight),
+        "multiples of 16 bytes": (torch.randn(2, 515).to(BF16)[:, :512], weight),
+        "a multiple of 16 bytes": (torch.randn(2, 520).to(BF16)[:, 1:513], weight),
+        "4-bit": (x, quantize(torch.randn(64, 512), 128, bits=8)),
+    }
+    for reason, (activations, operand) in cases.items():
+        found = hopper.refusal(activations, operand, target())
+        assert found is not None
+        assert reason in found

@@ -16,7 +16,7 @@ from evenshare.attention.kernels import forward, hopper_decode, hopper_decode_fp
 from evenshare.device import epilogue
 from evenshare.gemm.kernels import matmul
 from evenshare.ops.kernels import append
-from evenshare.quant.kernels import dequantize, w4a16
+from evenshare.quant.kernels import dequantize, grouped, hopper_w4a16, w4a16
 from evenshare.schedule.kernels import parts, shares
 
 # ptxas keeps a few registers on the stack around the calls that divide 64-bit integers, outside the loops.
@@ -195,6 +195,80 @@ def w4a16_specs() -> Iterator[Spec]:
             known_spills=60
             if block_m == 128 and (form, special) in (("nf4", ""), ("offsets", "gated"))
             else 0,  # on sm_80
+        )
+
+
+def grouped_specs() -> Iterator[Spec]:
+    """The 4-bit product of experts."""
+    scratch = pointers("fp32", "partials") | pointers("i32", "words", "counters", "offsets")
+    # dtype, group, form, block m and n, warps, activation, known spills on sm_80
+    cases = [
+        ("bf16", 32, "e2m1", 16, 64, 4, "silu_and_multiply", 0),
+        ("bf16", 128, "symmetric", 32, 64, 4, None, 0),
+        ("fp16", 128, "zeros", 64, 128, 4, "silu_and_multiply", 0),
+        ("bf16", 128, "symmetric", 128, 128, 8, "silu_and_multiply", 0),
+        ("bf16", 128, "symmetric", 128, 128, 8, None, 0),
+    ]
+    forms = {"symmetric": dequantize.SYMMETRIC, "zeros": dequantize.INTEGER_ZEROS, "e2m1": dequantize.E2M1}
+    for dtype, group, form, block_m, block_n, num_warps, activation, known_spills in cases:
+        constants = {"BITS": 4, "GROUP_SIZE": group, "FORM": forms[form].value, "EXPERTS": 128, "NUM_STAGES": 3}
+        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "ACTIVATION": epilogue.get_activation(activation)}
+        constants |= {"GATED": activation is not None, "permutation_ptr": None}
+        types = scratch | pointers(dtype, "x", "bias", "out") | pointers(dtype, "scales", "zeros")
+        if form == "zeros":
+            types |= pointers("u8", "zeros")
+        yield Spec(
+            f"grouped w4a16 {dtype} {block_m}x{block_n} g{group} {form} {activation or ''}".strip(),
+            grouped.grouped_w4a16,
+            constants,
+            types,
+            ("stride_x_k", "stride_out_n"),
+            num_warps=num_warps,
+            tensor_cores=True,
+            known_spills=known_spills,
+        )
+
+
+def hopper_w4a16_specs() -> Iterator[Spec]:
+    """The 4-bit product in Gluon."""
+    # dtype, tokens, strips, stages, group, form, activation, known spills
+    cases = [
+        ("bf16", 8, 4, 11, 128, "symmetric", None, 0),
+        ("bf16", 8, 4, 8, 16, "offsets", None, 0),
+        ("fp16", 16, 4, 9, 64, "zeros", "silu_and_multiply", 0),
+        ("bf16", 16, 4, 10, 32, "symmetric", None, 0),
+        ("bf16", 32, 2, 12, 128, "zeros", "gelu", 0),
+        ("bf16", 64, 2, 8, 128, "symmetric", "silu_and_multiply", 0),
+        ("fp16", 64, 2, 8, 32, "offsets", None, 25),
+        ("bf16", 128, 2, 5, 128, "symmetric", None, 20),
+        ("bf16", 128, 2, 5, 16, "zeros", None, 166),
+    ]
+    forms = {"symmetric": dequantize.SYMMETRIC, "zeros": dequantize.INTEGER_ZEROS, "offsets": dequantize.FLOAT_OFFSETS}
+
+    def boxes(dtype: str, shape: list[int], width: int, bits: int) -> str:
+        layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=len(shape))
+        return f"tensordesc<{dtype}{shape},{layout!r}>"
+
+    for dtype, block_m, strips, stages, group, form, activation, known_spills in cases:
+        constants: dict[str, Any] = {"GROUP_SIZE": group, "FORM": forms[form].value, "STRIPS": strips, "STAGES": stages}
+        constants |= {"ACTIVATION": epilogue.get_activation(activation), "GATED": activation == "silu_and_multiply"}
+        constants |= {"BLOCK_M": block_m, "num_warps": 4 * strips}
+        types = pointers(dtype, "bias", "residual", "out") | pointers("fp32", "partials") | pointers("i32", "counters")
+        types |= {"x": boxes(dtype, [block_m, 64], 128, 16), "words": boxes("i32", [strips, 1, 16, 32], 128, 32)}
+        types["scales"] = types["zeros"] = boxes(dtype, [128 // group, 8, 8 * strips], 16 * strips, 16)
+        if form == "symmetric":
+            del types["zeros"]
+            constants["zeros"] = None
+        yield Spec(
+            f"hopper w4a16 {dtype} {block_m}x{64 * strips} g{group} {form} {activation or ''}".strip(),
+            hopper_w4a16.w4a16,
+            constants,
+            types,
+            ones=("stride_out_n",),
+            num_warps=4 * strips,
+            tensor_cores=True,
+            known_spills=known_spills,
+            architectures=(90,),
         )
 
 
@@ -475,6 +549,7 @@ def all_specs() -> list[Spec]:
         *gemm_specs(),
         *w4a16_specs(),
         *grouped_specs(),
+        *hopper_w4a16_specs(),
         *attention_specs(),
         *hopper_specs(),
         *decode_specs(),

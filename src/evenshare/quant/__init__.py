@@ -5,10 +5,12 @@ from evenshare._lazy import attach
 __getattr__, __all__ = attach(
     __name__,
     {
+        "ExpertWeights": "experts",
         "QuantEmbedding": "linear",
         "QuantLinear": "linear",
         "QuantizedWeight": "weight",
         "concatenate": "weight",
+        "grouped_w4a16_matmul": "grouped",
         "load_weights": "storage",
         "open_checkpoint": "formats.checkpoint",
         "prepare": "functions",

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from evenshare.device.activations import get_activation
 from evenshare.quant.encodings import INTEGER
 from evenshare.quant.weight import QuantizedWeight
 
@@ -128,6 +129,22 @@ def matmul(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
         x, operand = weight.gather(x), operand.weight
     x = torch.cat((x, x), 1) if operand.repeats == 2 else x.contiguous()
     return torch._weight_int4pack_mm_for_cpu(x, operand.codes, operand.group_size, operand.scales_and_zeros)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """activation(x Wᵀ + bias) + residual [m, n_out], in the dtype of x [m, k]."""
+    y = matmul(x, weight)
+    if bias is not None:
+        y += bias
+    if activation is not None:
+        y = get_activation(activation)(y)
+    return y if residual is None else (y + residual).to(x.dtype)
 
 
 def _matmul_dequantizing(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
-from evenshare.device.activations import get_activation
 from evenshare.device.checks import check_epilogue, check_is_tensor
 from evenshare.device.target import select_target
 from evenshare.quant import cpu
+from evenshare.quant.experts import ExpertWeights
 from evenshare.quant.weight import QuantizedWeight
 
+Weight = TypeVar("Weight", QuantizedWeight, ExpertWeights)
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -75,17 +78,22 @@ def _check_weight(weight: QuantizedWeight) -> None:
         raise TypeError(f"weight: got {type(weight).__name__}, want a QuantizedWeight (see evenshare.quantize)")
 
 
-def prepare(weight: QuantizedWeight, dtype: torch.dtype, backend: str | None = None) -> QuantizedWeight:
-    """Pack `weight` now for activations of `dtype`, so that the first call does not have to. Returns `weight`."""
+def prepare(weight: Weight, dtype: torch.dtype, backend: str | None = None) -> Weight:
+    """Pack `weight`, a `QuantizedWeight` or `ExpertWeights`, now for activations of `dtype`, so that the first call does not have
+    to. Returns it."""
     if dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"dtype: got {dtype}, want float32, float16 or bfloat16")
-    target = select_target(weight.device, backend)
-    if target.backend == "cpu":
-        cpu.pack(weight, dtype)
+    if isinstance(weight, ExpertWeights):
+        canonical, parts, num_experts = weight.weight, weight.experts, weight.num_experts
+    else:
+        canonical, parts, num_experts = weight, (weight,), None
+    if select_target(canonical.device, backend).backend == "cpu":
+        for part in parts:
+            cpu.pack(part, dtype)
     else:
         from evenshare.quant import packing
 
-        packing.pack(weight)
+        packing.pack(canonical, num_experts)
     return weight
 
 
@@ -98,19 +106,13 @@ def _matmul(
     out: torch.Tensor | None,
     backend: str | None,
 ) -> torch.Tensor:
-    _check_x(x, weight)
+    check_x(x, weight)
     n_out = check_epilogue(x, "x", weight.n, bias, activation, residual, out)
     rows = x if x.ndim == 2 else x.reshape(-1, weight.k)
     if residual is not None and x.ndim != 2:
         residual = residual.reshape(rows.shape[0], n_out)
     if backend == "cpu" or (backend is None and not x.is_cuda):
-        y = cpu.matmul(rows, weight)
-        if bias is not None:
-            y += bias
-        if activation is not None:
-            y = get_activation(activation)(y)
-        if residual is not None:
-            y = (y + residual).to(x.dtype)
+        y = cpu.linear(rows, weight, bias, activation, residual)
     else:
         target = select_target(x.device, backend)
         from evenshare.quant import launch  # triton is not imported for the CPU backend
@@ -124,7 +126,7 @@ def _matmul(
     return y if out is None else out.copy_(y)
 
 
-def _check_x(x: torch.Tensor, weight: QuantizedWeight) -> None:
+def check_x(x: torch.Tensor, weight: QuantizedWeight) -> None:
     check_is_tensor(x=x)
     if x.dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"x: got {x.dtype}, want float32, float16 or bfloat16")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,10 +17,10 @@ ONE_GROUP = 1 << 30  # a group size that no k reaches: per-channel weights, what
 
 @dataclass(frozen=True)
 class TritonWeight:
-    """Operands of the portable kernel. Padding is zero, scales included, so padded weights are zero."""
+    """Operands of the portable kernels. Padding is zero, scales included, so padded weights are zero. Experts are stacked."""
 
-    words: torch.Tensor  # int32 [num_steps * LANES, padded_n]
-    scales: torch.Tensor  # [padded_groups, padded_n], dtype of the canonical scales
+    words: torch.Tensor  # int32 [(num_experts,) num_steps * LANES, padded_n]
+    scales: torch.Tensor  # [(num_experts,) padded_groups, padded_n], dtype of the canonical scales
     zeros: torch.Tensor  # like scales: uint8 zeros or float offsets; the scales again where the form has none
     permutation: torch.Tensor | None  # int32 [num_steps * columns of a step], padded with -1
     form: int
@@ -29,7 +29,7 @@ class TritonWeight:
 
     @property
     def num_steps(self) -> int:
-        return self.words.shape[0] // LANES.value
+        return self.words.shape[-2] // LANES.value
 
 
 def step_size(bits: int) -> int:
@@ -37,22 +37,32 @@ def step_size(bits: int) -> int:
     return 32 // bits * LANES.value
 
 
-def pack(weight: QuantizedWeight) -> TritonWeight:
-    """The weight's packed form, from its cache or made now.
+def pack(weight: QuantizedWeight, num_experts: int | None = None) -> TritonWeight:
+    """The weight's packed form, from its cache or made now. num_experts: its rows are those of as many weights, packed one by one.
 
     Making it waits for the device, so that any stream may use it. Raises RuntimeError inside a CUDA graph's capture, which
     would make it at replays only: `prepare` first.
     """
-    found = weight.packed.get("triton")
+    key = "triton" if num_experts is None else ("triton", num_experts)
+    found = weight.packed.get(key)
     if found is None:
         if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "weight: got one that is not packed inside a CUDA graph's capture, want prepare(weight, ...) before"
             )
-        found = weight.packed["triton"] = _pack(weight)
+        found = weight.packed[key] = _pack(weight) if num_experts is None else _pack_experts(weight, num_experts)
         if weight.device.type == "cuda":
             torch.cuda.current_stream(weight.device).synchronize()
     return found
+
+
+def _pack_experts(weight: QuantizedWeight, num_experts: int) -> TritonWeight:
+    n = weight.n // num_experts
+    experts = [_pack(weight.narrow(i * n, (i + 1) * n)) for i in range(num_experts)]
+    words, scales, zeros = (
+        torch.stack([getattr(expert, name) for expert in experts]) for name in ("words", "scales", "zeros")
+    )
+    return replace(experts[0], words=words, scales=scales, zeros=zeros)
 
 
 def _pack(weight: QuantizedWeight) -> TritonWeight:

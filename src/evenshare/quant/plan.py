@@ -47,3 +47,14 @@ def plan_matmul(m: int, n: int, num_steps: int, itemsize: int, num_sms: int) -> 
     num_tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
     num_workers = max(num_tiles, num_tiles * num_steps // MIN_STEPS_PER_SHARE)
     return tile, uniform_plan(num_tiles, num_steps, min(num_workers, num_sms * tile.workers_per_sm))
+
+
+def plan_grouped(
+    num_tokens: int, num_experts: int, n: int, num_steps: int, itemsize: int, num_sms: int
+) -> tuple[TileConfig, int]:
+    """Tile and number of programs for rows that are dealt to experts on the device: enough for any way of dealing them. A worker
+    has two partials at most, and fewer than two split tiles a worker exist."""
+    tile = choose_tile(-(-num_tokens // num_experts), itemsize)
+    row_tiles = num_tokens // tile.block_m + min(num_experts, num_tokens)
+    most = row_tiles * -(-n // tile.block_n) * max(1, num_steps // MIN_STEPS_PER_SHARE)
+    return tile, min(most, num_sms * tile.workers_per_sm)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from evenshare.device.epilogue import store_tile, tile_columns
 from evenshare.device.merge import merge_split_tile
-from evenshare.device.segments import share_begin
+from evenshare.device.segments import next_segment, share_begin
 
 # Row tiles that neighbouring workers take before the next column tile: they share the rows' and the columns' loads through L2.
 GROUP_M = tl.constexpr(8)
@@ -59,25 +59,15 @@ def matmul(a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters
     tiles_n = tl.cdiv(columns_b, BLOCK_N)
     tile_rows = tl.arange(0, BLOCK_M)
 
-    # Whole tiles and the tail are one loop, so that the inner loop is compiled once: `position` counts the tail's iterations.
-    whole = worker
+    tile = worker
     tail = (num_tiles - num_whole) * iters_per_tile
     position = share_begin(worker, tail, num_workers)
     share_end = share_begin(worker + 1, tail, num_workers)
-    while (whole < num_whole) | (position < share_end):
-        begin = 0
-        end = iters_per_tile
-        split_tile = 0
-        if whole < num_whole:
-            tile = whole
-            whole += num_workers
-        else:
-            split_tile = position // iters_per_tile
-            begin = position - split_tile * iters_per_tile
-            end = tl.minimum(iters_per_tile, begin + share_end - position)
-            tile = num_whole + split_tile
-            position += end - begin
-        tile_m, tile_n = _tile_coordinates(tile, tiles_m, tiles_n)
+    while (tile < num_whole) | (position < share_end):
+        current, begin, end, split_tile, tile, position = next_segment(
+            tile, position, share_end, iters_per_tile, num_whole, num_workers
+        )
+        tile_m, tile_n = _tile_coordinates(current, tiles_m, tiles_n)
         rows = tile_m * BLOCK_M + tile_rows
         columns = tile_columns(tile_n, n, BLOCK_N, GATED)
         acc = _accumulate(a_ptr, b_ptr, rows, columns, m, columns_b, k, begin, end,

@@ -13,12 +13,12 @@ import triton.language as tl
 
 from evenshare.device.epilogue import store_tile, tile_columns
 from evenshare.device.merge import merge_split_tile
-from evenshare.device.segments import share_begin
+from evenshare.device.segments import next_segment, share_begin
 from evenshare.quant.kernels.dequantize import FLOAT_OFFSETS, INTEGER_ZEROS, LANES, dequantize
 
 
 @triton.jit
-def _accumulate(x_ptr, permutation_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, padded_n, begin, end,
+def accumulate(x_ptr, permutation_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, padded_n, begin, end,
                 stride_x_m, stride_x_k,
                 BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, FORM: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
@@ -63,36 +63,26 @@ def w4a16(x_ptr, permutation_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, re
           num_workers, num_tiles, iters_per_tile, num_whole,
           BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, FORM: tl.constexpr,
           ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
-    """One worker of a `UniformPlan`: its whole tiles, then its share of the tail. GROUP_SIZE may exceed k: one group. n: columns of out, of
-    which the weight has twice as many if GATED."""
+    """One worker of a `UniformPlan`: its whole tiles, then its share of the tail. GROUP_SIZE may exceed k: one group.
+    n: columns of out, of which the weight has twice as many if GATED."""
     worker = tl.program_id(0)
     tiles_m = tl.cdiv(m, BLOCK_M)
     tile_rows = tl.arange(0, BLOCK_M)
     inner = tile_rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 
-    # Whole tiles and the tail are one loop, so that the inner loop is compiled once: `position` counts the tail's k-steps.
     tile = worker
     tail = (num_tiles - num_whole) * iters_per_tile
     position = share_begin(worker, tail, num_workers)
     share_end = share_begin(worker + 1, tail, num_workers)
     while (tile < num_whole) | (position < share_end):
-        begin = 0
-        end = iters_per_tile
-        split_tile = 0
-        if tile >= num_whole:
-            split_tile = position // iters_per_tile
-            begin = position - split_tile * iters_per_tile
-            end = tl.minimum(iters_per_tile, begin + share_end - position)
-            current = num_whole + split_tile
-            position += end - begin
-        else:
-            current = tile
-            tile += num_workers
+        current, begin, end, split_tile, tile, position = next_segment(
+            tile, position, share_end, iters_per_tile, num_whole, num_workers
+        )
         # Rows first: neighbours share the columns of W through L2.
         tile_n = current // tiles_m
         rows = (current - tile_n * tiles_m) * BLOCK_M + tile_rows
         columns = tile_columns(tile_n, n, BLOCK_N, GATED)
-        acc = _accumulate(x_ptr, permutation_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, padded_n, begin, end,
+        acc = accumulate(x_ptr, permutation_ptr, words_ptr, scales_ptr, zeros_ptr, rows, columns, m, k, padded_n, begin, end,
                           stride_x_m, stride_x_k, BITS, GROUP_SIZE, FORM, BLOCK_M, BLOCK_N, NUM_STAGES)  # fmt: skip
         complete = end - begin == iters_per_tile
         if not complete:

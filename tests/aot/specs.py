@@ -14,7 +14,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from evenshare.attention.kernels import forward, hopper_decode, hopper_decode_fp8, hopper_prefill, merge, tile_table
 from evenshare.device import epilogue
-from evenshare.gemm.kernels import matmul
+from evenshare.gemm.kernels import hopper_matmul, matmul
 from evenshare.ops.kernels import append
 from evenshare.quant.kernels import dequantize, grouped, hopper_w4a16, w4a16
 from evenshare.schedule.kernels import parts, shares
@@ -124,6 +124,45 @@ def gemm_specs() -> Iterator[Spec]:
             num_warps,
             tensor_cores=dtype != "fp32",
             known_spills=AROUND_CALLS if dtype == "fp32" else 0,
+        )
+
+
+def hopper_matmul_specs() -> Iterator[Spec]:
+    """Stream-K GEMM in Gluon."""
+    # dtype, block m and n, consumers, stages, k is contiguous in a and b, activation, output by TMA, known spills
+    cases = [
+        ("bf16", 128, 256, 2, 3, True, True, None, True, 47),
+        ("bf16", 256, 128, 2, 3, False, False, None, True, 143),
+        ("fp16", 128, 256, 2, 3, True, False, "silu_and_multiply", True, 16),
+        ("bf16", 128, 128, 2, 5, True, True, "gelu", True, 0),
+        ("bf16", 128, 128, 2, 5, False, True, None, False, 0),
+        ("bf16", 64, 256, 1, 4, True, True, None, True, 34),
+        ("fp16", 64, 128, 1, 7, False, True, "silu_and_multiply", False, 0),
+        ("bf16", 64, 64, 1, 10, True, True, None, True, 0),
+    ]
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    for dtype, block_m, block_n, consumers, stages, a_k, b_k, activation, by_tma, known_spills in cases:
+        gated = activation == "silu_and_multiply"
+        rows, columns = block_m // consumers, block_n // 2 if gated else block_n
+        constants: dict[str, Any] = {"A_K_MAJOR": a_k, "B_K_MAJOR": b_k, "BLOCK_M": block_m, "BLOCK_N": block_n}
+        constants |= {"ACTIVATION": epilogue.get_activation(activation), "GATED": gated, "CONSUMERS": consumers}
+        constants |= {"STAGES": stages, "num_warps": 4, "out_ptr" if by_tma else "out": None}
+        types = pointers(dtype, "bias", "residual") | pointers("fp32", "partials") | pointers("i32", "counters")
+        boxes = {"a": [rows, 64] if a_k else [64, 64], "b": [columns, 64] if b_k else [64, 64]}
+        if by_tma:
+            boxes["out"] = [rows, columns]
+        else:
+            types |= pointers(dtype, "out")
+        types |= {name: f"tensordesc<{dtype}{box},{layout!r}>" for name, box in boxes.items()}
+        yield Spec(
+            f"hopper matmul {dtype} {block_m}x{block_n} {'mk'[a_k]}{'nk'[b_k]} {activation or ''}".strip(),
+            hopper_matmul.matmul,
+            constants,
+            types,
+            ones=("stride_out_n",),
+            tensor_cores=True,
+            known_spills=known_spills,
+            architectures=(90,),
         )
 
 
@@ -550,6 +589,7 @@ def all_specs() -> list[Spec]:
         *w4a16_specs(),
         *grouped_specs(),
         *hopper_w4a16_specs(),
+        *hopper_matmul_specs(),
         *attention_specs(),
         *hopper_specs(),
         *decode_specs(),

@@ -20,7 +20,7 @@ from tests.aot import specs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Called by kernels of other files, never launched.
-DEVICE_FUNCTIONS = {"request_bounds", "store_segment", "clear_segments", "dequantize"}
+DEVICE_FUNCTIONS = {"request_bounds", "store_segment", "clear_segments", "dequantize", "accumulate"}
 BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
 
 

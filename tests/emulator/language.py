@@ -71,11 +71,18 @@ class _Descriptor:
         begins = [max(c, 0) for c in coordinates]
         ends = [min(c + b, s) for c, b, s in zip(coordinates, self.box, self.shape, strict=True)]
         if all(begin < end for begin, end in zip(begins, ends, strict=True)):
-            view = self.base.as_strided(self.shape, self.strides)
+            view = self.base.as_strided(self.shape, self.strides, self.base.storage_offset())
             inside = tuple(slice(b, e) for b, e in zip(begins, ends, strict=True))
             at = tuple(slice(b - c, e - c) for b, e, c in zip(begins, ends, coordinates, strict=True))
             data[at] = view[inside]
         return data
+
+    def write(self, coordinates: list[int], data: torch.Tensor) -> None:
+        ends = [min(c + b, s) for c, b, s in zip(coordinates, self.box, self.shape, strict=True)]
+        inside = tuple(slice(c, e) for c, e in zip(coordinates, ends, strict=True))
+        view = self.base.as_strided(self.shape, self.strides, self.base.storage_offset())
+        at = tuple(slice(0, max(e - c, 0)) for c, e in zip(coordinates, ends, strict=True))
+        view[inside] = data.reshape(self.box)[at]
 
 
 def _box_to_shared(
@@ -91,6 +98,17 @@ def _box_to_shared(
 
     machine.under_way.append(copy)
     machine.maybe_switch()
+
+
+def _shared_to_box(descriptor: _Descriptor, coordinates: list[Any], buffer: Buffer) -> None:
+    """The buffer is read when the copy is done: at the latest when its role waits for it."""
+    at, role = [int(c) for c in coordinates], _machine().role
+    role.stores.append(lambda: descriptor.write(at, buffer.read_by_tma()))
+    _machine().maybe_switch()
+
+
+def _store_wait(left: int) -> None:
+    _machine().role.finish_stores(left)
 
 
 def _copy_to_shared(buffer: Buffer, pointers: Pointer, mask: Any = None) -> None:
@@ -327,7 +345,9 @@ MODULES: dict[Any, Any] = {
         init=_init, arrive=_arrive, wait=_wait, MBarrierLayout=hopper.mbarrier.MBarrierLayout,
         expect=lambda bar, num_bytes: _machine().barrier(bar).expect(int(num_bytes)),
     ),
-    hopper.tma: SimpleNamespace(async_copy_global_to_shared=_box_to_shared),
+    hopper.tma: SimpleNamespace(
+        async_copy_global_to_shared=_box_to_shared, async_copy_shared_to_global=_shared_to_box, store_wait=_store_wait
+    ),
     hopper.async_copy: SimpleNamespace(
         async_copy_global_to_shared=_copy_to_shared, mbarrier_arrive=_arrive_after_copies,
         commit_group=_commit_group, wait_group=_wait_group,

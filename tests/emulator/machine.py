@@ -61,6 +61,7 @@ class Role:
         self.num_copies, self.num_copied = 0, 0
         self.groups: list[int] = []  # copies issued up to each group's end
         self.products: list[Any] = []  # wgmma under way, oldest first
+        self.stores: deque[Callable[[], None]] = deque()  # TMA's way out, oldest first
         self._body = body
         self.error: BaseException | None
 
@@ -74,6 +75,10 @@ class Role:
             self.copies.popleft()()
             self.num_copied += 1
 
+    def finish_stores(self, left: int) -> None:
+        while len(self.stores) > left:
+            self.stores.popleft()()
+
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -83,6 +88,8 @@ class Role:
         try:
             if not self.stopped and self._body is not None:
                 self._body()
+                if self.stores:
+                    raise RuntimeError(f"{self.name} ends before TMA has read its buffers: store_wait(0)")
         except _Stop:
             pass
         except BaseException as error:
@@ -136,6 +143,9 @@ class Machine:
     def _advance(self, left: list[Role]) -> None:
         while self.under_way and self.random.random() < self.promptness:
             self._complete_one()
+        for role in left:
+            if role.stores and self.random.random() < self.promptness:
+                role.finish_stores(len(role.stores) - 1)
         runnable = [role for role in left if role.ready()]
         if runnable:
             self.role = self.random.choice(runnable)

@@ -112,9 +112,15 @@ class Buffer:
         self._view[self.offsets] = -1 if self._view.dtype != torch.uint8 else POISON
 
     def read_by_wgmma(self) -> torch.Tensor:
+        return self._read_fenced("wgmma")
+
+    def read_by_tma(self) -> torch.Tensor:
+        return self._read_fenced("TMA")
+
+    def _read_fenced(self, reader: str) -> torch.Tensor:
         size = self.element_bytes
         if self.allocation.unfenced.view(-1, size)[:, 0][self.offsets].any():
-            raise RuntimeError("wgmma reads what was written without fence_async_shared() after it")
+            raise RuntimeError(f"{reader} reads what was written without fence_async_shared() after it")
         return self.load().data
 
     def _mark(self, value: bool) -> None:

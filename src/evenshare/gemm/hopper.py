@@ -1,0 +1,164 @@
+"""The Hopper kernel's side of a matrix product: which ones it takes, its tiles and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from evenshare.device.activations import is_gated
+from evenshare.device.epilogue import get_activation
+from evenshare.device.launcher import Box, get_launcher
+from evenshare.device.target import Target
+from evenshare.device.workspace import stream_workspace
+from evenshare.gemm.kernels import hopper_matmul
+from evenshare.gemm.plan import choose_shares
+from evenshare.schedule.cost_model import CostModel
+from evenshare.schedule.plan import UniformPlan
+
+USE_HOPPER = False  # until the kernel has run on a GPU: so far it is compiled, and right in the tests' emulator
+PANEL = hopper_matmul.PANEL.value  # the k of a step
+PIECE_BYTES = 16  # what TMA wants addresses and strides to be multiples of
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    block_m: int
+    block_n: int
+    consumers: int  # of four warps each
+    num_stages: int
+    relative_speed: float  # of the products, against the largest tile's; an estimate
+
+
+TILES = (
+    HopperTile(128, 256, 2, 3, 1.0),
+    HopperTile(256, 128, 2, 3, 1.0),
+    HopperTile(128, 128, 2, 5, 0.85),
+    HopperTile(64, 256, 1, 4, 0.75),
+    HopperTile(64, 128, 1, 7, 0.6),
+    HopperTile(64, 64, 1, 10, 0.35),
+)
+# In iterations of the largest tile, 0.78 us: a tile's prologue and output, and what a partial of it costs to write and to read.
+TILE_COST, CUT_COST, MERGE_COST = 1.0, 4.0, 2.0
+
+
+@dataclass(frozen=True)
+class HopperPlan:
+    tile: HopperTile
+    shares: UniformPlan
+
+
+@lru_cache(maxsize=4096)
+def plan_matmul(m: int, n: int, k: int, gated: bool, num_sms: int) -> HopperPlan:
+    """Tile and shares of out [m, n], a pure function. The tile whose slowest worker is done first, by a model of estimates."""
+    columns = 2 * n if gated else n
+    plans = []
+    for tile in TILES:
+        num_tiles = -(-m // tile.block_m) * -(-columns // tile.block_n)
+        iters = -(-k // PANEL)
+        largest = TILES[0].block_m * TILES[0].block_n
+        area = tile.block_m * tile.block_n / largest
+        unit = area / tile.relative_speed  # of one iteration
+        model = CostModel(a=TILE_COST / unit, b=CUT_COST * area / unit, c=1.0, d=MERGE_COST * area / unit)
+        shares = choose_shares(model, num_tiles, iters, num_sms)
+        plans.append((_makespan(shares, model) * unit, HopperPlan(tile, shares)))
+    return min(plans, key=lambda plan: plan[0])[1]
+
+
+def _makespan(shares: UniformPlan, model: CostModel) -> float:
+    """In iterations: of the worker with most to do."""
+    workers, iters = shares.num_workers, shares.iters_per_tile
+    tail_tiles = shares.num_tiles - shares.num_whole
+    whole = -(-shares.num_whole // workers) * (iters + model.a)
+    if tail_tiles == 0:
+        return whole
+    share = -(-tail_tiles * iters // workers)
+    contributors = -(-iters // max(share, 1)) + 1
+    return whole + share + model.a + model.b + model.d * contributors
+
+
+def refusal(a: torch.Tensor, b: torch.Tensor, target: Target) -> str | None:
+    """Why this product runs on the portable kernel instead, or None."""
+    if not USE_HOPPER or target.capability != (9, 0):
+        return "the kernel is for compute capability 9.0"
+    if a.dtype not in (torch.float16, torch.bfloat16):
+        return "the kernel takes 16-bit operands"
+    if a.shape[1] == 0:
+        return "there is nothing to multiply"
+    for name, operand in (("a", a), ("b", b)):
+        if _major(operand) is None:
+            return f"{name} has no dimension of stride 1 beside one of whole 16 bytes"
+    return None
+
+
+def _major(t: torch.Tensor) -> int | None:
+    """The dimension that is contiguous, if TMA takes the tensor."""
+    piece = PIECE_BYTES // t.element_size()
+    if t.data_ptr() % PIECE_BYTES:
+        return None
+    return next((dim for dim in (1, 0) if t.stride(dim) == 1 and t.stride(1 - dim) % piece == 0), None)
+
+
+def matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    target: Target,
+) -> None:
+    """As `launch.matmul`, for what `refusal` does not refuse."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    (m, n), k, gated = out.shape, a.shape[1], is_gated(activation)
+    plan = plan_matmul(m, n, k, gated, target.num_sms)
+    tile, shares = plan.tile, plan.shares
+    rows = tile.block_m // tile.consumers
+    columns = tile.block_n // 2 if gated else tile.block_n
+    workspace = stream_workspace(
+        shares.max_slots * tile.block_m * tile.block_n, shares.max_counters * tile.consumers, a.device
+    )
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+    def box(t: torch.Tensor, block: tuple[int, int]) -> Box:
+        return Box(tuple(t.shape), tuple(t.stride()), block, layout)
+
+    a_k_major, b_k_major = _major(a) == 1, _major(b) == 0
+    a, b = a if a_k_major else a.t(), b.t() if b_k_major else b
+    boxes = {
+        0: box(a, (rows, PANEL) if a_k_major else (PANEL, PANEL)),
+        1: box(b, (columns, PANEL) if b_k_major else (PANEL, PANEL)),
+    }
+    by_tma = _major(out) == 1
+    if by_tma:
+        boxes[2] = box(out, (rows, columns))
+    launcher = get_launcher(
+        hopper_matmul.matmul,
+        6,
+        A_K_MAJOR=a_k_major,
+        B_K_MAJOR=b_k_major,
+        ACTIVATION=get_activation(activation),
+        GATED=gated,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        CONSUMERS=tile.consumers,
+        STAGES=tile.num_stages,
+        num_warps=4,
+    )
+    static = (
+        workspace.partials,
+        workspace.counters,
+        m,
+        n,
+        *out.stride(),
+        *((0, 0) if residual is None else residual.stride()),
+        shares.num_workers,
+        shares.num_tiles,
+        shares.iters_per_tile,
+        shares.num_whole,
+    )
+    launch = launcher.bind(a.device, (shares.num_workers,), static, boxes)
+    bias = None if bias is None else bias.contiguous()
+    launch(a, b, out if by_tma else None, None if by_tma else out, bias, residual)

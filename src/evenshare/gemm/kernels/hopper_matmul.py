@@ -1,0 +1,334 @@
+"""Stream-K GEMM for Hopper (sm_90): one persistent worker an SM walks the tiles of a `UniformPlan` (arXiv 2301.03598, section 5.2).
+
+A producer streams k-steps of both operands by TMA into a ring of STAGES buffers and runs ahead over the borders of tiles. Each consumer
+owns ROWS rows of the tile: it keeps one product in flight behind the one it issues, hands in or merges the partials of its own rows, and
+leaves the output to TMA, which writes it while the next tile is summed.
+
+An operand lies in shared memory as it does in memory, so either of its dimensions may be the contiguous one.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from evenshare.device.gluon import barrier
+from evenshare.device.segments import first_contributor, next_segment, partial_slot, share_begin
+
+PANEL = gl.constexpr(64)  # 16-bit numbers of the widest swizzle, 128 bytes; and the k of a step
+# Row tiles that neighbouring workers take before the next column tile: they share the rows' and the columns' loads through L2.
+GROUP_M = gl.constexpr(8)
+
+
+@gluon.jit
+def _coordinates(tile, tiles_m, tiles_n):
+    width = GROUP_M * tiles_n
+    first_m = tile // width * GROUP_M
+    group_m = gl.minimum(tiles_m - first_m, GROUP_M)
+    within = tile % width
+    return first_m + within % group_m, within // group_m
+
+
+@gluon.jit
+def _next(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    phase = gl.where(stage == STAGES, phase ^ 1, phase)
+    return gl.where(stage == STAGES, 0, stage), phase
+
+
+@gluon.jit
+def _load(
+    operand,
+    first,
+    step,
+    bar,
+    panels,
+    stage,
+    K_MAJOR: gl.constexpr,
+    SIZE: gl.constexpr,
+    at: gl.constexpr,
+    TOTAL: gl.constexpr,
+):
+    """SIZE rows or columns of an operand from `first` on, into a stage's panels from `at` on; a stage has TOTAL of them."""
+    if K_MAJOR:
+        PARTS: gl.constexpr = SIZE // panels.shape[1]
+        for part in gl.static_range(PARTS):
+            panel = panels.index(stage * (TOTAL // panels.shape[1]) + at // panels.shape[1] + part)
+            tma.async_copy_global_to_shared(operand, [first + part * panels.shape[1], step * PANEL], bar, panel)
+    else:
+        for part in gl.static_range(SIZE // PANEL):
+            panel = panels.index(stage * (TOTAL // PANEL) + at // PANEL + part)
+            tma.async_copy_global_to_shared(operand, [step * PANEL, first + part * PANEL], bar, panel)
+
+
+@gluon.jit
+def _produce(a, b, n, worker, num_workers, tiles_m, tiles_n, iters_per_tile, num_whole, tail, a_panels, b_panels, full, empty,
+             A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, GATED: gl.constexpr,
+             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """One warp. Of a gated product a tile takes half its columns from each half of b."""
+    stage = 0
+    phase = 1
+    tile = worker
+    position = share_begin(worker, tail, num_workers)
+    share_end = share_begin(worker + 1, tail, num_workers)
+    while (tile < num_whole) | (position < share_end):
+        current, begin, end, _s, tile, position = next_segment(
+            tile, position, share_end, iters_per_tile, num_whole, num_workers
+        )
+        tile_m, tile_n = _coordinates(current, tiles_m, tiles_n)
+        for step in range(begin, end):
+            mbarrier.wait(empty.index(stage), phase)
+            bar = full.index(stage)
+            mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * PANEL * 2)
+            _load(a, tile_m * BLOCK_M, step, bar, a_panels, stage, A_K_MAJOR, BLOCK_M, 0, BLOCK_M)
+            if GATED:
+                HALF: gl.constexpr = BLOCK_N // 2
+                _load(b, tile_n * HALF, step, bar, b_panels, stage, B_K_MAJOR, HALF, 0, BLOCK_N)
+                _load(b, n + tile_n * HALF, step, bar, b_panels, stage, B_K_MAJOR, HALF, HALF, BLOCK_N)
+            else:
+                _load(b, tile_n * BLOCK_N, step, bar, b_panels, stage, B_K_MAJOR, BLOCK_N, 0, BLOCK_N)
+            stage, phase = _next(stage, phase, STAGES)
+
+
+@gluon.jit
+def _halves(x):
+    """Left and right half of the columns: no register moves."""
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
+
+
+@gluon.jit
+def _parts(x):
+    """x [rows, 64, 128 or 256] -> a tuple of [rows, 64]: what an epilogue handles at a time without running out of registers."""
+    if x.shape[1] == PANEL:
+        parts = (x,)
+    else:
+        left, right = _halves(x)
+        if x.shape[1] == 2 * PANEL:
+            parts = (left, right)
+        else:
+            a, b = _halves(left)
+            c, d = _halves(right)
+            parts = (a, b, c, d)
+    return parts
+
+
+@gluon.jit
+def _add_bias(x, bias_ptr, at, first, n):
+    if bias_ptr is not None:
+        x += gl.load(bias_ptr + first + at, mask=at < n, other=0.0).to(gl.float32).expand_dims(0)
+    return x
+
+
+@gluon.jit
+def _store(out, out_ptr, bias_ptr, residual_ptr, out_buf, acc, row, tile_n, m, n, stride_out_m, stride_out_n,
+           stride_residual_m, stride_residual_n, ACTIVATION: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
+    """As `device.epilogue.store_tile`, 64 columns at a time."""
+    COLUMNS: gl.constexpr = acc.shape[1] // 2 if GATED else acc.shape[1]
+    if GATED:
+        gate, up = _halves(acc)
+        parts = _parts(gate)
+        ups = _parts(up)
+    else:
+        parts = _parts(acc)
+        ups = parts
+    if out is not None:
+        tma.store_wait(0)  # the tile before has left the buffer
+        barrier()
+    layout: gl.constexpr = parts[0].type.layout
+    for part in gl.static_range(COLUMNS // PANEL):
+        at = tile_n * COLUMNS + part * PANEL + gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout))
+        y = ACTIVATION(_add_bias(parts[part], bias_ptr, at, 0, n))
+        if GATED:
+            y *= _add_bias(ups[part], bias_ptr, at, n, n)
+        rows = row + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, layout))
+        mask = (rows < m).expand_dims(1) & (at < n).expand_dims(0)
+        rows = rows.to(gl.int64).expand_dims(1)
+        columns = at.to(gl.int64).expand_dims(0)
+        if residual_ptr is not None:
+            offsets = rows * stride_residual_m + columns * stride_residual_n
+            y += gl.load(residual_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
+        if out is not None:
+            out_buf.slice(part * PANEL, PANEL, 1).store(y.to(out.dtype))
+        else:
+            gl.store(out_ptr + rows * stride_out_m + columns * stride_out_n, y.to(out_ptr.dtype.element_ty), mask=mask)
+    if out is not None:
+        fence_async_shared()
+        barrier()
+        tma.async_copy_shared_to_global(out, [row, tile_n * COLUMNS], out_buf)
+
+
+@gluon.jit
+def _merge(
+    acc,
+    offsets,
+    partials_ptr,
+    first,
+    last,
+    tile_begin,
+    tail,
+    num_workers,
+    CONSUMERS: gl.constexpr,
+    number: gl.constexpr,
+):
+    """The sum of all partials of a tile, in its order. Half by half: the loads of a partial want as many registers as the sum."""
+    SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
+    left, right = _halves(acc)
+    left_offsets, right_offsets = _halves(offsets)
+    left = gl.zeros_like(left)
+    right = gl.zeros_like(right)
+    for i in range(first, last + 1):
+        slot = partial_slot(i, tile_begin, tail, num_workers).to(gl.int64) * CONSUMERS + number
+        left += gl.load(partials_ptr + slot * SIZE + left_offsets)
+    for i in range(first, last + 1):
+        slot = partial_slot(i, tile_begin, tail, num_workers).to(gl.int64) * CONSUMERS + number
+        right += gl.load(partials_ptr + slot * SIZE + right_offsets)
+    merged = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [acc.shape[0], acc.shape[1]])
+    return gl.convert_layout(merged, acc.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, m, n,
+             stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+             worker, num_workers, tiles_m, tiles_n, iters_per_tile, num_whole, tail,
+             a_bufs, b_bufs, out_bufs, full, empty,
+             A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
+             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    offsets = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)).expand_dims(1) * BLOCK_N
+    offsets += gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)).expand_dims(0)
+    stage = 0
+    phase = 0
+    tile = worker
+    position = share_begin(worker, tail, num_workers)
+    share_end = share_begin(worker + 1, tail, num_workers)
+    while (tile < num_whole) | (position < share_end):
+        current, begin, end, split_tile, tile, position = next_segment(
+            tile, position, share_end, iters_per_tile, num_whole, num_workers
+        )
+        tile_m, tile_n = _coordinates(current, tiles_m, tiles_n)
+        acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+        before = stage
+        for step in range(begin, end):
+            mbarrier.wait(full.index(stage), phase)
+            if A_K_MAJOR:
+                left = a_bufs.index(stage * CONSUMERS + number)
+            else:
+                left = a_bufs.index(stage * CONSUMERS + number).permute([1, 0])
+            if B_K_MAJOR:
+                right = b_bufs.index(stage).permute([1, 0])
+            else:
+                right = b_bufs.index(stage)
+            token = warpgroup_mma(left, right, acc, use_acc=step > begin, is_async=True)
+            acc = warpgroup_mma_wait(1, (token,))
+            if step > begin:
+                mbarrier.arrive(empty.index(before), count=1)
+            before = stage
+            stage, phase = _next(stage, phase, STAGES)
+        acc = warpgroup_mma_wait(0, (acc,))
+        if begin < end:
+            mbarrier.arrive(empty.index(before), count=1)
+        complete = end - begin == iters_per_tile
+        if not complete:
+            tile_begin = split_tile * iters_per_tile
+            slot = partial_slot(worker, tile_begin, tail, num_workers).to(gl.int64) * CONSUMERS + number
+            gl.store(partials_ptr + slot * (ROWS * BLOCK_N) + offsets, acc)
+            first = first_contributor(tile_begin, tail, num_workers).to(gl.int32)
+            last = first_contributor(tile_begin + iters_per_tile - 1, tail, num_workers).to(gl.int32)
+            counter_ptr = counters_ptr + split_tile * CONSUMERS + number
+            barrier()
+            complete = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == last - first
+            if complete:
+                gl.store(counter_ptr, 0)
+                acc = _merge(acc, offsets, partials_ptr, first, last, tile_begin, tail, num_workers, CONSUMERS, number)
+        if complete:
+            row = tile_m * BLOCK_M + number * ROWS
+            _store(out, out_ptr, bias_ptr, residual_ptr, out_bufs.index(number), acc, row, tile_n, m, n, stride_out_m, stride_out_n,
+                   stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
+    if out is not None:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_workers", "num_tiles", "iters_per_tile", "num_whole"])
+def matmul(a, b, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, m, n,
+           stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+           num_workers, num_tiles, iters_per_tile, num_whole,
+           A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
+           BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """One worker: its whole tiles, then its share of the tail. n: columns of out, of which b has twice as many if GATED.
+
+    TMA descriptors: a, of [m, k] in boxes [rows of a consumer, 64], or of [k, m] in boxes [64, 64]; b, of [columns, k] in boxes [columns of
+    a tile, or half if GATED, 64], or of [k, columns] in boxes [64, 64]; out, of [m, n] in boxes [rows of a consumer, columns of a tile], or
+    None: then out_ptr is written.
+    """
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    COLUMNS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    element: gl.constexpr = a.dtype
+    if A_K_MAJOR:
+        a_panels = gl.allocate_shared_memory(element, [STAGES * CONSUMERS, ROWS, PANEL], swizzled)
+        a_bufs = a_panels
+    else:
+        a_panels = gl.allocate_shared_memory(element, [STAGES * BLOCK_M // PANEL, PANEL, PANEL], swizzled)
+        a_bufs = a_panels._reinterpret(element, [STAGES * CONSUMERS, PANEL, ROWS], swizzled)
+    if B_K_MAJOR:
+        b_panels = gl.allocate_shared_memory(element, [STAGES * BLOCK_N // COLUMNS, COLUMNS, PANEL], swizzled)
+        b_bufs = b_panels._reinterpret(element, [STAGES, BLOCK_N, PANEL], swizzled)
+    else:
+        b_panels = gl.allocate_shared_memory(element, [STAGES * BLOCK_N // PANEL, PANEL, PANEL], swizzled)
+        b_bufs = b_panels._reinterpret(element, [STAGES, PANEL, BLOCK_N], swizzled)
+    out_bufs = a_bufs
+    if out is not None:
+        out_bufs = gl.allocate_shared_memory(out.dtype, [CONSUMERS, ROWS, COLUMNS], swizzled)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    worker = gl.program_id(0)
+    tiles_m = (m + BLOCK_M - 1) // BLOCK_M
+    tiles_n = (n + COLUMNS - 1) // COLUMNS
+    tail = (num_tiles - num_whole) * iters_per_tile
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (FIRST, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, m, n,
+                            stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+                            worker, num_workers, tiles_m, tiles_n, iters_per_tile, num_whole, tail,
+                            a_bufs, b_bufs, out_bufs, full, empty, A_K_MAJOR, B_K_MAJOR, ACTIVATION, GATED,
+                            BLOCK_M, BLOCK_N, CONSUMERS, STAGES)),
+                (_consume, (SECOND, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, m, n,
+                            stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+                            worker, num_workers, tiles_m, tiles_n, iters_per_tile, num_whole, tail,
+                            a_bufs, b_bufs, out_bufs, full, empty, A_K_MAJOR, B_K_MAJOR, ACTIVATION, GATED,
+                            BLOCK_M, BLOCK_N, CONSUMERS, STAGES)),
+                (_produce, (a, b, n, worker, num_workers, tiles_m, tiles_n, iters_per_tile, num_whole, tail,
+                            a_panels, b_panels, full, empty, A_K_MAJOR, B_K_MAJOR, GATED, BLOCK_M, BLOCK_N, STAGES)),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (FIRST, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, m, n,
+                            stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+                            worker, num_workers, tiles_m, tiles_n, iters_per_tile, num_whole, tail,
+                            a_bufs, b_bufs, out_bufs, full, empty, A_K_MAJOR, B_K_MAJOR, ACTIVATION, GATED,
+                            BLOCK_M, BLOCK_N, CONSUMERS, STAGES)),
+                (_produce, (a, b, n, worker, num_workers, tiles_m, tiles_n, iters_per_tile, num_whole, tail,
+                            a_panels, b_panels, full, empty, A_K_MAJOR, B_K_MAJOR, GATED, BLOCK_M, BLOCK_N, STAGES)),
+            ],
+            [1],
+            [40],
+        )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from evenshare.device.target import Target
-from evenshare.gemm import hopper
+from evenshare.gemm import hopper, launch
 from evenshare.gemm.kernels import hopper_matmul
 from evenshare.schedule.uniform import uniform_plan
 from tests.emulator import Emulated
@@ -135,3 +135,10 @@ def test_tiles_follow_the_shape() -> None:
     lone = hopper.plan_matmul(64, 64, 65536, False, 132)
     assert lone.shares.num_workers > 8
     assert hopper.plan_matmul(8192, 4096, 512, True, 132).shares.num_tiles > 0
+
+
+def test_a_hopper_gpu_runs_it() -> None:
+    a, b = operand(70, 130, 1), operand(130, 90, 0)
+    direct, launched = (torch.empty(70, 90, dtype=BF16) for _ in range(2))
+    launch.matmul(a, b, None, "relu", None, launched, target())
+    assert torch.equal(launched, product(a, b, direct, activation="relu"))

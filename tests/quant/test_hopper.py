@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from evenshare.device.target import Target
-from evenshare.quant import QuantizedWeight, hopper, quantize
+from evenshare.quant import QuantizedWeight, hopper, launch, quantize
 from evenshare.quant.kernels import hopper_w4a16
 from tests.emulator import Emulated
 
@@ -142,3 +142,10 @@ def test_what_is_left_to_the_portable_kernel() -> None:
         found = hopper.refusal(activations, operand, target())
         assert found is not None
         assert reason in found
+
+
+def test_a_hopper_gpu_runs_it() -> None:
+    x, weight = torch.randn(5, 256).to(BF16), random_weight(90, 256, 64, "integer")
+    launched = torch.empty(5, 90, dtype=BF16)
+    launch.matmul(x, weight, None, "relu", None, launched, target())
+    assert torch.equal(launched, product(x, weight, "relu"))

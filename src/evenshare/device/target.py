@@ -9,6 +9,7 @@ import torch
 import triton
 
 BACKENDS = ("cpu", "triton")
+HOPPER = (9, 0)  # the compute capability of H100 and H200
 
 
 @dataclass(frozen=True)

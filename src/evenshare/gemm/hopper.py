@@ -10,7 +10,7 @@ import torch
 from evenshare.device.activations import is_gated
 from evenshare.device.epilogue import get_activation
 from evenshare.device.launcher import Box, get_launcher
-from evenshare.device.target import Target
+from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
 from evenshare.gemm.kernels import hopper_matmul
 from evenshare.gemm.plan import choose_shares
@@ -80,7 +80,7 @@ def _makespan(shares: UniformPlan, model: CostModel) -> float:
 
 def refusal(a: torch.Tensor, b: torch.Tensor, target: Target) -> str | None:
     """Why this product runs on the portable kernel instead, or None."""
-    if not USE_HOPPER or target.capability != (9, 0):
+    if not USE_HOPPER or target.capability != HOPPER:
         return "the kernel is for compute capability 9.0"
     if a.dtype not in (torch.float16, torch.bfloat16):
         return "the kernel takes 16-bit operands"

@@ -6,7 +6,7 @@ import torch
 
 from evenshare.device.activations import is_gated
 from evenshare.device.epilogue import get_activation
-from evenshare.device.target import Target
+from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
 from evenshare.gemm.kernels import matmul as kernels
 from evenshare.gemm.plan import plan_matmul
@@ -29,6 +29,12 @@ def matmul(
     target: Target,
 ) -> None:
     """out [m, n_out] = activation(a [m, k] b [k, n] + bias) + residual; m and n at least 1, any strides."""
+    if target.capability == HOPPER:
+        from evenshare.gemm import hopper
+
+        if hopper.refusal(a, b, target) is None:
+            hopper.matmul(a, b, bias, activation, residual, out, target)
+            return
     (m, k), n, n_out = a.shape, b.shape[1], out.shape[1]
     # Of a gated product each half of b has to begin at a multiple of 16.
     aligned = loads_vectors(a) and loads_vectors(b if n == n_out else b[:, :n_out])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from evenshare.device.activations import is_gated
 from evenshare.device.epilogue import get_activation
 from evenshare.device.launcher import Box, get_launcher
-from evenshare.device.target import Target
+from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
 from evenshare.quant.kernels import hopper_w4a16
 from evenshare.quant.kernels.dequantize import FLOAT_OFFSETS, INTEGER_ZEROS, SYMMETRIC
@@ -45,7 +45,7 @@ class HopperWeight:
 
 def refusal(x: torch.Tensor, weight: QuantizedWeight, target: Target) -> str | None:
     """Why this product runs on the portable kernel instead, or None."""
-    if not USE_HOPPER or target.capability != (9, 0):
+    if not USE_HOPPER or target.capability != HOPPER:
         return "the kernel is for compute capability 9.0"
     if weight.bits != 4 or weight.encoding != "integer":
         return "the kernel takes 4-bit integers"

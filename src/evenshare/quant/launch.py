@@ -7,7 +7,7 @@ import triton
 
 from evenshare.device.activations import is_gated
 from evenshare.device.epilogue import get_activation
-from evenshare.device.target import Target
+from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
 from evenshare.quant import packing, plan
 from evenshare.quant.experts import ExpertWeights
@@ -31,6 +31,12 @@ def matmul(
     target: Target,
 ) -> None:
     """out [m, n_out] = activation(x [m, k] Wᵀ + bias) + residual; m and n at least 1, any strides."""
+    if target.capability == HOPPER:
+        from evenshare.quant import hopper
+
+        if hopper.refusal(x, weight, target) is None:
+            hopper.matmul(x, weight, bias, activation, residual, out, target)
+            return
     m, n_out = out.shape
     packed = packing.pack(weight)
     permutation = packed.permutation

@@ -819,7 +819,6 @@ def _consume(half: gl.constexpr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, wor
             next_total = total
             if (Q_BUFFERS == 2) & (segment + 1 < segment_end):
                 # The last block's values are summed during the first scores of the next segment.
-                record(times_ptr, segment + 1, START, half)
                 q = _await_q(q_bufs, q_full, number + 1, half, Q_BOX, Q_BUFFERS)
                 end, _b, _k, last, first_seen, whole_begin, whole_end, scale = _describe(
                     numbers, number + 1, half, k_scale_ptr, stride_k_scale, score_scale, window_left, GROUP, CAUSAL, HAS_WINDOW, scores
@@ -832,7 +831,6 @@ def _consume(half: gl.constexpr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, wor
                     k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns, half,
                     GATHER, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, STAGES, scores, output, element,
                 )  # fmt: skip
-                record(times_ptr, segment + 1, KEYS, half)
             else:
                 acc, stage, phase = _finish(
                     p, acc, stage, phase, v_bufs, v_full, v_empty, GATHER, STAGES, output, element
@@ -880,6 +878,9 @@ def _consume(half: gl.constexpr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, wor
                     _store_lse(lse_ptr, lse2 * lse_scale, o_rows, kv_head, q_start, qo_len, row_begin, num_q_starts, num_q_tokens,
                                stride_lse_start, stride_lse_token, stride_lse_head, GROUP, DENSE)  # fmt: skip
             record(times_ptr, segment, END, half)
+            if (Q_BUFFERS == 2) & (segment + 1 < segment_end):
+                record(times_ptr, segment + 1, START, half)
+                record(times_ptr, segment + 1, KEYS, half)
             # The buffer, through which the output went, is free for a later tile's q.
             fence_async_shared()
             barrier()

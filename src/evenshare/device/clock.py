@@ -9,8 +9,8 @@ from triton.language.extra.cuda import globaltimer, smid
 
 # Columns of the times, int64 [segments, CONSUMERS, TIME_COLUMNS]. What does not happen stays 0.
 START = tl.constexpr(0)
-# The first block of keys is there. The portable kernel does not see it arrive; hopper_prefill, which multiplies the next segment's first
-# block beside the last one's values, notes it at the segment's start.
+# The first block of keys is there. The portable kernel does not see it arrive; hopper_prefill, which multiplies the next segment's
+# first block beside the last one's values, notes it at the segment's start.
 KEYS = tl.constexpr(1)
 MERGE = tl.constexpr(2)  # the tile's last arriver begins to merge
 END = tl.constexpr(3)

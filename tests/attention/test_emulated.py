@@ -64,3 +64,13 @@ def test_fp8_keys(hopper: Place, lens: tuple[tuple[int, ...], tuple[int, ...]], 
     fp8.check(lens, hopper, heads=(4, 2), dim=128, page_size=page_size)
     fp8.check(lens, hopper, "scalars", heads=(7, 1), dim=64, page_size=page_size, logits_soft_cap=10.0)
     fp8.check(lens, hopper, "none", heads=(2, 2), dim=256, page_size=page_size, window_left=60)
+
+
+@pytest.mark.parametrize("lens", [((1, 90, 0, 70), (300, 150, 40, 0)), ((1, 2, 0, 1, 4), (700, 130, 40, 0, 3))])
+@pytest.mark.parametrize("page_size", [0, 3, 16])
+def test_fp8_queries(hopper: Place, lens: tuple[tuple[int, ...], tuple[int, ...]], page_size: int) -> None:
+    fp8.check(lens, hopper, heads=(4, 2), dim=128, page_size=page_size, q_kind="heads")
+    fp8.check(
+        lens, hopper, "numbers", heads=(7, 1), dim=80, page_size=page_size, q_kind="numbers", logits_soft_cap=10.0
+    )
+    fp8.check(lens, hopper, "none", heads=(2, 2), dim=256, page_size=page_size, q_kind="scalars", window_left=60)

@@ -1,7 +1,7 @@
 """The two ways to run a plan: plain torch on the CPU, and the portable Triton kernels.
 
-Both plan a batch and `bind` a run: a function of (q, k, v, out, lse), and then (k_scale, v_scale) if the keys are fp8, for tensors
-laid out like those given, which serves until the sizes of the plan's metadata change.
+Both plan a batch and `bind` a run: a function of (q, k, v, out, lse), and then (k_scale, v_scale) if the keys are fp8, the first of
+them times the scale of an fp8 q, for tensors laid out like those given, which serves until the sizes of the plan's metadata change.
 """
 
 from __future__ import annotations

@@ -28,11 +28,13 @@ def attention(
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
+    q_scale: float | torch.Tensor | None = None,
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
     return_lse: bool = False,
     base: float = math.e,
     out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     lse: torch.Tensor | None = None,
     backend: str | None = None,
     debug: bool = False,
@@ -44,7 +46,8 @@ def attention(
     D and Dv up to 256; any strides, but the last is 1.
     causal: bottom-right aligned: query i of n sees key j of m iff j <= m - n + i. window_left: keys to the left that a row
     sees, inclusive; -1: all. logits_soft_cap: cap * tanh(score / cap). sm_scale: None means 1 / sqrt(D).
-    Beside a 16-bit q, k and v may be float8_e4m3fn, codes that k_scale and v_scale multiply (`AttentionPlan.run`).
+    Beside a 16-bit q, k and v may be float8_e4m3fn, codes that k_scale and v_scale multiply (`AttentionPlan.run`); and then q
+    too, with q_scale. out_dtype: of the output of such a q, float16 or bfloat16; None: that of `out`, or bfloat16.
 
     Returns out, like q with Dv, or (out, lse) if `return_lse` or `lse` is given; lse is float32, the logarithm to `base`.
     A row without keys has out = 0 and lse = -inf.
@@ -57,6 +60,8 @@ def attention(
     _check_dims(q, k, v, 4 if qo_indptr is None else 3)
     if (qo_indptr is None) != (kv_indptr is None):
         raise ValueError("qo_indptr, kv_indptr: want both (ragged) or neither (dense)")
+    dtypes = _dtypes(q, k, out, out_dtype)
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     if qo_indptr is not None:
         plan = plan_attention(
             num_qo_heads=q.shape[1],
@@ -69,34 +74,34 @@ def attention(
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
-            dtype=q.dtype,
-            kv_dtype=_kv_dtype(k),
+            **dtypes,
             base=base,
             max_q_rows=q.shape[0],
             device=q.device,
             backend=backend,
             debug=debug,
         )
-        return plan.run(q, k, v, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=return_lse)
+        return plan.run(q, k, v, **scales, out=out, lse=lse, return_lse=return_lse)
     target = select_target(q.device, backend)
     problem = Problem(
         q.shape[2],
         k.shape[2],
         q.shape[3],
         v.shape[3],
-        q.dtype,
+        dtypes["dtype"],
         0,
         causal,
         window_left,
         logits_soft_cap or 0.0,
         default_scale(q.shape[3]) if sm_scale is None else sm_scale,
-        _kv_dtype(k),
+        dtypes["kv_dtype"],
+        dtypes["q_dtype"],
     )
     stream = torch.cuda.current_stream(target.device).cuda_stream if target.device.type == "cuda" else 0
     make = _dense_plan.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else _dense_plan
     plan = make(problem, q.shape[0], q.shape[1], target, base, stream, threading.get_ident())
     plan.plan_dense(k.shape[1])
-    return plan.run(q, k, v, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=return_lse)
+    return plan.run(q, k, v, **scales, out=out, lse=lse, return_lse=return_lse)
 
 
 # A prefill's workspace is some 20 MB, so few are kept.
@@ -129,11 +134,13 @@ def paged_attention(
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
+    q_scale: float | torch.Tensor | None = None,
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
     return_lse: bool = False,
     base: float = math.e,
     out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     lse: torch.Tensor | None = None,
     backend: str | None = None,
     debug: bool = False,
@@ -143,7 +150,8 @@ def paged_attention(
     q: [total_q, Hq, D]. k_cache, v_cache: NHD [num_pages, page_size, Hkv, D] or HND [num_pages, Hkv, page_size, D], any page
     size from 1, any strides but the last. The page table is kv_indptr, kv_indices and last_page_len (FlashInfer's form) or
     block_table and kv_lens; see `plan_attention`, also for the options. qo_indptr None: one query token per request.
-    Beside a 16-bit q, the cache may be float8_e4m3fn, codes that k_scale and v_scale multiply (`AttentionPlan.run`).
+    Beside a 16-bit q, the cache may be float8_e4m3fn, codes that k_scale and v_scale multiply (`AttentionPlan.run`); and then q
+    too, with q_scale. out_dtype: of the output of such a q, float16 or bfloat16; None: that of `out`, or bfloat16.
 
     Returns out [total_q, Hq, Dv], or (out, lse [total_q, Hq]) if `return_lse` or `lse` is given.
     A row without keys has out = 0 and lse = -inf.
@@ -179,19 +187,30 @@ def paged_attention(
         window_left=window_left,
         logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale,
-        dtype=q.dtype,
-        kv_dtype=_kv_dtype(k_cache),
+        **_dtypes(q, k_cache, out, out_dtype),
         base=base,
         max_q_rows=q.shape[0],
         device=q.device,
         backend=backend,
         debug=debug,
     )
-    return plan.run(q, k_cache, v_cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=return_lse)
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    return plan.run(q, k_cache, v_cache, **scales, out=out, lse=lse, return_lse=return_lse)
 
 
-def _kv_dtype(k: torch.Tensor) -> torch.dtype | None:
-    return FP8 if k.dtype == FP8 else None  # any other is compared with q's
+def _dtypes(q: torch.Tensor, k: torch.Tensor, out: Any, out_dtype: torch.dtype | None) -> dict[str, Any]:
+    """dtype, q_dtype and kv_dtype of the problem."""
+    if q.dtype != FP8:
+        if out_dtype not in (None, q.dtype):
+            raise TypeError(f"out_dtype: got {out_dtype}, want None or q's {q.dtype}")
+        # Keys of any other dtype are compared with q's by the run.
+        return {"dtype": q.dtype, "q_dtype": None, "kv_dtype": FP8 if k.dtype == FP8 else None}
+    name, dtype = "out_dtype", out_dtype or torch.bfloat16
+    if out_dtype is None and isinstance(out, torch.Tensor):
+        name, dtype = "out", out.dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"{name}: got {dtype}, want torch.float16 or torch.bfloat16 beside q of {FP8}")
+    return {"dtype": dtype, "q_dtype": FP8, "kv_dtype": k.dtype}
 
 
 def _check_dims(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_dims: int, kv_dims: int | None = None) -> None:

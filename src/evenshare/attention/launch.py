@@ -125,7 +125,7 @@ class ForwardLauncher:
         """A launch for tensors laid out like these; it is called with (q, k, v, out, lse, kv_indices, *scales).
 
         q, out: [tokens, Hq, D] or dense [B, S, Hq, D]; k, v: pages [num_pages, page_size, Hkv, D], [tokens, Hkv, D] or dense.
-        scales: k_scale and v_scale, of one element or one for each KV head, if k and v are fp8.
+        scales: k_scale (times that of an fp8 q) and v_scale, of one element or one for each KV head, if k and v are fp8.
         Without lse or pages the call passes any other array, which the kernel does not touch.
         """
         if self.plan.num_workers == 0 or self.tiles.shape[0] == 0 or out.numel() == 0:

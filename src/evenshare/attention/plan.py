@@ -18,6 +18,7 @@ from evenshare.schedule.policies import Policy
 
 MAX_LAYOUTS = 64  # of q, k, v, out, lse and scales that a plan remembers
 MAX_SCALES = 1024  # numbers that it keeps on the device
+FP32 = torch.finfo(torch.float32)
 STATUS_TEXTS = {
     Status.SEGMENTS_OVERFLOW: "more segments than the plan's capacity: nothing was computed",
     Status.TILES_OVERFLOW: "more query rows than the plan's max_q_rows: rows of the last requests were not computed",
@@ -132,6 +133,7 @@ class AttentionPlan:
         k: torch.Tensor,
         v: torch.Tensor,
         *,
+        q_scale: float | torch.Tensor | None = None,
         k_scale: float | torch.Tensor | None = None,
         v_scale: float | torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -141,23 +143,17 @@ class AttentionPlan:
         """Attention of the planned batch.
 
         q: [total_q, Hq, D]. k, v: pages [num_pages, page_size, Hkv, D] (NHD) or [num_pages, Hkv, page_size, D] (HND), or ragged
-        [total_kv, Hkv, D]. Any strides, but the last is 1. out: [total_q, Hq, Dv] of q's dtype; it may be q itself but
+        [total_kv, Hkv, D]. Any strides, but the last is 1. out: [total_q, Hq, Dv] of the plan's dtype; it may be q itself but
         must not overlap the inputs otherwise.
-        k_scale, v_scale: with float8_e4m3fn k and v, what their codes are multiplied by: a number, or float32 on the device, of one
-        element or [Hkv]; None: 1. Above 0; values on the device are not read by the host.
+        q_scale, k_scale, v_scale: what float8_e4m3fn codes of q, k and v are multiplied by: a number, or float32 on the device, of
+        one element or [Hkv], the query heads of a KV head sharing theirs; None: 1. Above 0; values on the device are not read by
+        the host.
         lse: float32 [total_q, Hq], the logarithm to the plan's base. Rows of q past the last request are not computed.
 
         Returns out, or (out, lse) if `return_lse` or `lse` is given. A row without keys has out = 0 and lse = -inf. Never syncs.
         Raises ValueError or TypeError naming the argument, before anything is written.
         """
-        scales: tuple[torch.Tensor, ...] = ()
-        if self.problem.fp8_kv:
-            scales = self._on_device("k_scale", k_scale), self._on_device("v_scale", v_scale)
-        elif k_scale is not None or v_scale is not None:
-            name = "v_scale" if k_scale is None else "k_scale"
-            raise ValueError(
-                f"{name}: got a scale of {self.problem.dtype} keys and values, want None (or kv_dtype={FP8})"
-            )
+        scales = self._scale_tensors(q_scale, k_scale, v_scale)
         # What these tensors' layouts ask for is checked and bound once, for all layers and steps.
         try:
             layouts = [
@@ -174,9 +170,11 @@ class AttentionPlan:
         if self._heads_first:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         if out is None:
-            out = torch.empty((*q.shape[:-1], self.problem.head_dim_v), dtype=q.dtype, device=q.device)
+            out = torch.empty((*q.shape[:-1], self.problem.head_dim_v), dtype=self.problem.dtype, device=q.device)
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        if len(scales) == 3:  # scores want the product of the first and the last, and the kernels no more arguments
+            scales = scales[0] * scales[2], scales[1]
         if run is None:
             if len(self._runs) >= MAX_LAYOUTS:
                 self._runs.clear()
@@ -184,18 +182,37 @@ class AttentionPlan:
         run(q, k, v, out, lse, *scales)
         return out if lse is None else (out, lse)
 
+    def _scale_tensors(
+        self,
+        q_scale: float | torch.Tensor | None,
+        k_scale: float | torch.Tensor | None,
+        v_scale: float | torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """(k_scale, v_scale) of fp8 keys, and q_scale after them unless the host has multiplied it into k_scale."""
+        problem = self.problem
+        if q_scale is not None and not problem.fp8_q:
+            raise ValueError(f"q_scale: got a scale of {problem.dtype} queries, want None (or q_dtype={FP8})")
+        if not problem.fp8_kv:
+            for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+                if scale is not None:
+                    raise ValueError(
+                        f"{name}: got a scale of {problem.dtype} keys and values, want None (or kv_dtype={FP8})"
+                    )
+            return ()
+        if not isinstance(q_scale, torch.Tensor) and not isinstance(k_scale, torch.Tensor):
+            product = _number("q_scale", q_scale) * _number("k_scale", k_scale)
+            q_scale, k_scale = None, _number("q_scale * k_scale", product)
+        kv_scales = self._on_device("k_scale", k_scale), self._on_device("v_scale", v_scale)
+        return kv_scales if q_scale is None else (*kv_scales, self._on_device("q_scale", q_scale))
+
     def _on_device(self, name: str, scale: float | torch.Tensor | None) -> torch.Tensor:
         """The scale as a tensor; a number's is made once and kept."""
         if isinstance(scale, torch.Tensor):
             return scale
-        value = 1.0 if scale is None else scale
-        if not isinstance(value, int | float):
-            raise TypeError(f"{name}: got {type(value).__name__}, want a number, a float32 tensor or None")
+        value = _number(name, scale)
         kept = self._scales.get(value)
         if kept is not None:
             return kept
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}: got {value}, want a finite number above 0")
         device = self.target.device
         made = torch.full((1,), value, dtype=torch.float32, device=device)
         # One that a graph captures has no value before the first replay. None is ever dropped: a graph may read it.
@@ -218,7 +235,7 @@ class AttentionPlan:
         num_q_tokens, num_kv_tokens, table_width, _ = self._extents
         dense, heads = self._batch.form == "dense", problem.num_qo_heads
         leading: tuple[int | None, ...] = (self._batch.size, None) if dense else (None,)
-        check_tensor("q", q, (*leading, heads, problem.head_dim), problem.dtype, device)
+        check_tensor("q", q, (*leading, heads, problem.head_dim), problem.q_dtype or problem.dtype, device)
         if problem.page_size:
             k, v = self._token_major("k", k), self._token_major("v", v)
             leading = (None, problem.page_size)
@@ -227,7 +244,7 @@ class AttentionPlan:
         kv_dtype = problem.kv_dtype or problem.dtype
         check_tensor("k", k, (*leading, problem.num_kv_heads, problem.head_dim), kv_dtype, device)
         check_tensor("v", v, (*k.shape[:-1], problem.head_dim_v), kv_dtype, device)
-        for name, scale in zip(("k_scale", "v_scale"), scales, strict=False):
+        for name, scale in zip(("k_scale", "v_scale", "q_scale"), scales, strict=False):
             shape = () if scale.dim() == 0 else (1 if scale.numel() == 1 else problem.num_kv_heads,)
             check_tensor(name, scale, shape, torch.float32, device, unit_stride=False)
         if out is not None:
@@ -274,6 +291,15 @@ class AttentionPlan:
             raise RuntimeError("attention plan: " + "; ".join(found))
 
 
+def _number(name: str, scale: Any) -> float:
+    value = 1.0 if scale is None else scale
+    if not isinstance(value, int | float):
+        raise TypeError(f"{name}: got {type(value).__name__}, want a number, a float32 tensor or None")
+    if not FP32.tiny <= value <= FP32.max:
+        raise ValueError(f"{name}: got {value}, want a finite number above 0 in float32")
+    return value
+
+
 def plan_attention(
     *,
     num_qo_heads: int,
@@ -294,6 +320,7 @@ def plan_attention(
     sm_scale: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
+    q_dtype: torch.dtype | None = None,
     base: float = math.e,
     max_batch: int | None = None,
     max_q_rows: int | None = None,
@@ -314,6 +341,7 @@ def plan_attention(
     causal: bottom-right aligned. window_left: keys to the left that a row sees, inclusive; -1: all.
     logits_soft_cap: cap * tanh(score / cap); None: off. sm_scale: None means 1 / sqrt(head_dim). base: of the lse.
     dtype: of q and the output. kv_dtype: of k and v: None (dtype) or, if dtype is 16-bit, float8_e4m3fn; see `run` for scales.
+    q_dtype: of q: None (dtype) or, with such k and v, float8_e4m3fn as well; dtype is then that of the output alone.
     max_batch: capacity in requests, for later updates; None: those of this batch.
     max_q_rows: capacity in query tokens; wanted if qo_indptr is on a GPU, whose values are never read.
     max_kv_len: capacity in keys per request; wanted for batch_invariant if the metadata is on a GPU.
@@ -371,6 +399,7 @@ def plan_attention(
         logits_soft_cap or 0.0,
         default_scale(head_dim) if sm_scale is None else sm_scale,
         kv_dtype,
+        q_dtype,
     )
     on_host = batch.device.type == "cpu"
     if on_host:

@@ -10,7 +10,7 @@ import torch
 from evenshare.device.checks import check_is_tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-FP8 = torch.float8_e4m3fn  # of keys and values, each a code times a scale
+FP8 = torch.float8_e4m3fn  # of keys, values and queries, each a code times a scale
 MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
 MAX_WINDOW = 1 << 30
 
@@ -23,13 +23,14 @@ class Problem:
     num_kv_heads: int
     head_dim: int  # of q and k
     head_dim_v: int  # of v and the output
-    dtype: torch.dtype  # of q and the output
+    dtype: torch.dtype  # of the output and, unless q_dtype says otherwise, of q
     page_size: int = 0  # 0: contiguous keys
     causal: bool = False
     window_left: int = -1  # keys to the left that a row sees, inclusive; -1: all
     logits_soft_cap: float = 0.0  # 0: off
     sm_scale: float = 1.0
     kv_dtype: torch.dtype | None = None  # of k and v: FP8 or, None, dtype
+    q_dtype: torch.dtype | None = None  # of q: FP8 beside such keys or, None, dtype
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_v", "page_size", "window_left"):
@@ -48,6 +49,11 @@ class Problem:
                 raise ValueError(f"{name}: got {dim}, want {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
         if self.dtype not in DTYPES:
             raise TypeError(f"dtype of q, k, v: got {self.dtype}, want one of {', '.join(map(str, DTYPES))}")
+        if self.fp8_q and not self.fp8_kv:
+            beside = self.kv_dtype or self.dtype
+            raise TypeError(f"q_dtype, kv_dtype: got {FP8} and {beside}, want {FP8} for k and v too, or a 16-bit q")
+        if self.q_dtype not in (None, self.dtype, FP8):
+            raise TypeError(f"q_dtype: got {self.q_dtype}, want {self.dtype} or, beside such keys, {FP8}")
         if self.kv_dtype not in (None, self.dtype) and (self.kv_dtype, self.dtype.itemsize) != (FP8, 2):
             also = f" or {FP8}" if self.dtype.itemsize == 2 else ""
             raise TypeError(f"kv_dtype: got {self.kv_dtype}, want {self.dtype}{also}")
@@ -65,6 +71,10 @@ class Problem:
     @property
     def fp8_kv(self) -> bool:
         return self.kv_dtype == FP8
+
+    @property
+    def fp8_q(self) -> bool:
+        return self.q_dtype == FP8
 
     @property
     def group_size(self) -> int:

@@ -8,7 +8,8 @@ formula serves the others: 16-bit inputs are widened to fp32, so only the final 
 
 Masks never meet an empty row: rows without keys are written first (o = 0, lse = -inf) and taken out, so no NaN can
 arise from them. Keys outside every row's range are sliced away, not masked, and keys past a request's length are never
-used. float8_e4m3fn keys and values go through the formula, widened and scaled.
+used. float8_e4m3fn keys and values go through the formula, widened and scaled, and
+such queries too, whose scale is in that of the keys.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def ragged_attention(
     [qo_indptr[r], qo_indptr[r + 1]) and the keys [kv_indptr[r], kv_indptr[r + 1]); both are trusted.
     out: [total_q, Hq, Dv], any strides; rows that no request owns become 0.
     lse: float32 [total_q, Hq], natural logarithm, or None.
-    k_scale, v_scale: factors of k and v, one or one for each KV head, if these are float8_e4m3fn; None: 1.
+    k_scale, v_scale: factors of k and v, one or one for each KV head, if these are float8_e4m3fn; None: 1. q may then be
+    float8_e4m3fn too; k_scale is its factor times that of k.
     compute_dtype: None computes as the module says; torch.float64 is the oracle.
     """
     rule = _Rule(causal, window_left, logits_soft_cap, sm_scale, k_scale, v_scale, compute_dtype)

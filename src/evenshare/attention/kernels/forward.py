@@ -4,7 +4,8 @@ A tile is BLOCK_M packed rows of one request and one KV head: row p of a request
 kv_head * GROUP + p % GROUP, so the query heads of one KV head share every key that is loaded (FlashInfer, section 3.2).
 An iteration is BLOCK_N keys. Softmax runs in base 2 (FlashAttention-2's order of operations); a partial is (o, lse) in fp32.
 
-fp8 keys and values become numbers of q's type, exactly; the scale of k joins the scores', that of v the output's.
+fp8 keys, values and queries become numbers of the output's type, exactly; the scale of k, with that of q in it, joins the scores',
+that of v the output's.
 
 A partial whose request points outside the cache carries lse = +inf: the merge turns the tile into o = 0, lse = -inf.
 """
@@ -151,7 +152,7 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, 
     kv_start * stride_k_page. DENSE: q_start and kv_start count batch entries (stride_*_start, stride_*_page are batch strides);
     otherwise they count tokens, or entries of kv_indices, and stride_q_start == stride_q_token.
     times_ptr: times of the segments (`device.clock`), or None.
-    k_scale_ptr, v_scale_ptr: fp32, one for each KV head or, with stride 0, for all; None: k and v have q's dtype.
+    k_scale_ptr, v_scale_ptr: fp32, one for each KV head or, with stride 0, for all; None: k and v have q's dtype, and that is the output's.
     SAME_STRIDES: k and v have the same page and token strides, so their row offsets are computed once."""
     worker = tl.program_id(0)
     rows = tl.arange(0, BLOCK_M)
@@ -201,6 +202,7 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, 
             readable_len = tl.minimum(kv_len, tl.maximum(num_pages - kv_start, 0))
         q_rows = q_start * stride_q_start + q_idx.to(tl.int64) * stride_q_token + head * stride_q_head
         q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=rows_valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        q = q.to(out_ptr.dtype.element_ty)
 
         last_key = kv_len - qo_len + q_idx  # bottom-right aligned: the last key that a causal row sees
         # Blocks before whole_end need no mask: every row of the tile sees all their keys.

@@ -6,7 +6,7 @@ low codes and one of the high ones. No 16-bit K or V ever lies in shared memory,
 pairs are neighbours in a row, so the low codes are the even dims: of K these go with the even dims of q, of V they give the even dims of
 the output. Two consumers of four warps take the blocks of the ring in turns, with sums of their own that the first one joins.
 
-Arithmetic is in fp16, which holds every code, whatever q's type: a row of bf16 q is divided by a power of two. Probabilities are
+Arithmetic is in fp16, which holds every code, of q as well, whatever the type of the others: a row of bf16 q is divided by a power of two. Probabilities are
 multiplied by 2^14, so that those fp16 loses are below 2^-38.
 """
 
@@ -79,6 +79,7 @@ def _place_q(q, low_buf, high_buf):
         inverse = (0x7F000000 - exponent).to(gl.float32, bitcast=True)
         q = (wide * inverse.expand_dims(1)).to(gl.float16)
     else:
+        q = q.to(gl.float16)
         divisor = gl.full([q.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, q.type.layout))
     low, high = gl.split(gl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
     low_buf.store(low)

@@ -130,7 +130,12 @@ def _announce(queries, segments_ptr, tiles_ptr, number, segment, tile, heads_per
                     async_copy.async_copy_global_to_shared(buffer, pointers, mask=mask)
                 else:
                     buffer.store(gl.load(pointers, mask=mask, other=0.0).to(q_bufs.dtype))
-        async_copy.mbarrier_arrive(q_full.index(parity), increment_count=False)
+        if q.dtype.element_ty == q_bufs.dtype:
+            async_copy.mbarrier_arrive(q_full.index(parity), increment_count=False)
+        else:  # plain stores, which an arrival by cp.async does not wait for
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(q_full.index(parity), count=32 * WARPS)
 
 
 @gluon.jit

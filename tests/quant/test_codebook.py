@@ -58,6 +58,17 @@ def test_refined_scales(table: str, factor: float, heavy: bool) -> None:
     assert refined.sum() < factor * plain.sum()
 
 
+@pytest.mark.parametrize("table", TABLES)
+def test_a_shape_without_data(table: str) -> None:
+    dense = torch.randn(6, 50)
+    outline, weight = (quantize_codebook(d, table, refine=True) for d in (dense.to("meta"), dense))
+    assert (outline.device.type, outline.codes.shape, outline.scales.shape) == (
+        "meta",
+        weight.codes.shape,
+        weight.scales.shape,
+    )
+
+
 def test_no_rows() -> None:
     assert quantize_codebook(torch.empty(0, 64), "nvfp4").shape == (0, 64)
 

@@ -6,7 +6,9 @@ import importlib.util
 import json
 import re
 import shutil
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,10 @@ from typer.testing import CliRunner
 
 from evenshare.cli import app
 from evenshare.compat.transformers import disable, enable
-from evenshare.quant import QuantLinear, quantize, quantize_model
+from evenshare.quant import QuantizedWeight, QuantLinear, convert, quantize, quantize_model
 from evenshare.quant.convert import quantize_checkpoint
 from evenshare.quant.formats.checkpoint import open_checkpoint
+from evenshare.report.quantize_command import linear_shapes
 from tests.compat.checkpoints import toy_llama
 from tests.generate.gguf_models import greedy
 
@@ -153,3 +156,25 @@ def test_wrong_input(folder: Path) -> None:
         quantize_checkpoint(
             open_checkpoint(folder.parent / "other"), folder.parent / "x", {"model.layers.0.mlp.up_proj": (96, 64)}
         )
+
+
+def test_layers_are_written_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No quantised layer lives on when the next is made: the mapping that is written holds none."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def watched(dense: torch.Tensor, *arguments: Any, **options: Any) -> QuantizedWeight:
+        nonlocal most
+        weight = quantize(dense, *arguments, **options)
+        if not dense.is_meta:
+            alive.append(weakref.ref(weight.codes))
+            most = max(most, sum(codes() is not None for codes in alive))
+        return weight
+
+    monkeypatch.setattr(convert, "quantize", watched)
+    layers, kept = linear_shapes(folder, ("lm_head",))
+    outlines = quantize_checkpoint(open_checkpoint(folder), folder.parent / "out", layers, kept, group_size=32)
+    assert len(alive) == len(layers) == 14
+    assert most <= 2  # the one that is made, and the last one that was written
+    assert {name: weight.shape for name, weight in outlines.items()} == layers
+    assert "lm_head" in open_checkpoint(folder.parent / "out").config["quantization_config"]["ignore"]

@@ -54,7 +54,7 @@ def quantize_codebook(weight: torch.Tensor, table: str, *, refine: bool = False)
     if not weight.is_meta and not torch.isfinite(weight).all():
         raise ValueError("weight: got values that are not finite, want finite ones")
     form = TABLES[table]
-    values = torch.tensor(CODEBOOKS[form.encoding], device=weight.device)
+    values = torch.tensor(CODEBOOKS[form.encoding])
     divisor = _tensor_divisor(weight) if form.scales == "e4m3" else None
     n, k = weight.shape
     codes = weight.new_empty(n, (k + 1) // 2, dtype=torch.uint8)
@@ -100,9 +100,10 @@ def _e4m3(x: torch.Tensor) -> torch.Tensor:
 def _best(
     groups: torch.Tensor, candidates: list[torch.Tensor], values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes uint8 like groups, scales) of least squared error; the first wins among equals."""
+    """(codes uint8 like groups, scales) of least squared error; the first wins among equals. values: the table, on the CPU."""
     order = values.argsort(stable=True)
     order = order[torch.nn.functional.pad(values[order].diff() > 0, (1, 0), value=True)]  # one code for 0 and -0
+    order, values = order.to(groups.device), values.to(groups.device)
     ordered = values[order]
     middles = (ordered[1:] + ordered[:-1]) / 2
     codes, best, least = None, candidates[0], None

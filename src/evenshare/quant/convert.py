@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from evenshare.quant.formats.checkpoint import PLAIN, Checkpoint
-from evenshare.quant.formats.registry import format_named
 from evenshare.quant.formats.write import write_checkpoint
 from evenshare.quant.rounding import quantize
 from evenshare.quant.weight import QuantizedWeight
 
 # What lies beside the weights and goes with them: tokenizer, chat template, generation settings, licence.
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*")
+Value = TypeVar("Value")
 
 
 def quantize_checkpoint(
@@ -40,54 +39,73 @@ def quantize_checkpoint(
     device: where the arithmetic runs.
     progress: called with (layer, weights done, weights in all).
 
-    Scales have the dtype of the 16-bit weights, which is what engines compute with (float16 for float32 weights). Memory holds the
-    quantised model and the largest layer. The tokenizer's files and the like are copied. Returns the quantised weights.
+    Scales have the dtype of the 16-bit weights, which is what engines compute with (float16 for float32 weights). Each layer is
+    written as soon as it is quantised: memory holds a file of 5 GB and the largest layer. The tokenizer's files and the like are
+    copied. Returns the quantised weights' outlines, on the meta device.
 
     Raises ValueError if the checkpoint is quantised already, a layer is missing or of another shape, or the format cannot hold
-    it, FileExistsError if the folder holds a model: all but the first look at a shape before any work.
+    it, FileExistsError if the folder holds a model: all before any work. ValueError for a weight that is not finite.
     """
     folder = Path(folder)
     if source.format != PLAIN:
         raise ValueError(f"source: got a checkpoint that is quantised already ({source.format}), want a 16-bit one")
-    if any(folder.glob("*.safetensors")):
-        raise FileExistsError(f"folder: got {folder}, which holds safetensors already, want a new or an empty one")
     names = set(source.plain())
     missing = [name for name in layers if f"{name}.weight" not in names]
     if missing or not layers:
         raise ValueError(f"layers: got {missing or 'none'}, want layers of {source.path}")
-    for shape, name in {shape: name for name, shape in layers.items()}.items():
-        weight = quantize(torch.empty(shape, device="meta"), group_size, **options)
-        reason = format_named(format).refusal(weight)
-        if reason is not None:
-            raise ValueError(f"layer {name!r}: {format} cannot hold it, because {reason}")
 
-    weights: dict[str, QuantizedWeight] = {}
-    total, done = sum(n * k for n, k in layers.values()), 0
-    for name, shape in layers.items():
-        dense = source.tensor(f"{name}.weight")
-        if tuple(dense.shape) != tuple(shape):
-            raise ValueError(f"layer {name!r}: got shape {tuple(dense.shape)}, want {tuple(shape)}")
+    def quantized(dense: torch.Tensor) -> QuantizedWeight:
         scale_dtype = torch.float16 if dense.dtype == torch.float32 else dense.dtype
-        quantized = quantize(dense.to(device), group_size, scale_dtype=scale_dtype, **options)
-        weights[name] = quantized.to("cpu")
-        done += dense.numel()
+        return quantize(dense, group_size, scale_dtype=scale_dtype, **options)
+
+    total, done = sum(n * k for n, k in layers.values()), 0
+
+    def make(name: str) -> QuantizedWeight:
+        nonlocal done
+        weight = quantized(source.tensor(f"{name}.weight").to(device)).to("cpu")
+        done += weight.n * weight.k
         if progress is not None:
             progress(name, done, total)
-    other = {name: source.tensor(name) for name in names if name.removesuffix(".weight") not in layers}
-    write_checkpoint(folder, weights, other, source.config, format)
-    _ignore(folder, kept)
+        return weight
+
+    outlines: dict[str, QuantizedWeight] = {}
+    known: dict[tuple[torch.Size, torch.dtype], QuantizedWeight] = {}
+    for name, shape in layers.items():
+        dense = source.tensor(f"{name}.weight")  # mapped, not read
+        if tuple(dense.shape) != tuple(shape):
+            raise ValueError(f"layer {name!r}: got shape {tuple(dense.shape)}, want {tuple(shape)}")
+        key = dense.shape, dense.dtype
+        if key not in known:
+            known[key] = quantized(torch.empty_like(dense, device="meta"))
+        outlines[name] = known[key]
+    others = [name for name in source.plain() if name.removesuffix(".weight") not in layers]
+    write_checkpoint(
+        folder,
+        Lazy(layers, make),
+        Lazy(others, source.tensor),
+        source.config,
+        format,
+        kept=kept,
+        outlines=outlines,
+    )
     _copy_companions(source.path, folder)
-    return weights
+    return outlines
 
 
-def _ignore(folder: Path, kept: Sequence[str]) -> None:
-    """Name kept layers in a compressed-tensors configuration: it targets all linears, and `write_checkpoint` sees only tensors."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    ignore = config["quantization_config"].get("ignore")
-    if ignore is not None:
-        ignore += [name for name in kept if name not in ignore]
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+class Lazy(Mapping[str, Value]):
+    """name -> make(name), made anew each time it is asked for."""
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], Value]) -> None:
+        self._names, self._make = list(names), make
+
+    def __getitem__(self, name: str) -> Value:
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _copy_companions(source: Path, folder: Path) -> None:

@@ -124,6 +124,36 @@ def test_nothing_is_written_if_a_weight_does_not_fit(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
+class Counted(dict[str, QuantizedWeight]):
+    """A mapping that notes what it is asked for."""
+
+    def __init__(self, weights: dict[str, QuantizedWeight]) -> None:
+        super().__init__(weights)
+        self.asked: list[str] = []
+
+    def __getitem__(self, name: str) -> QuantizedWeight:
+        self.asked.append(name)
+        return super().__getitem__(name)
+
+
+def test_with_outlines_weights_are_asked_for_when_they_are_written(tmp_path: Path) -> None:
+    weights = {name: make_weight(8, 64, 32) for name in ("a", "b")}
+    lazy = Counted(weights)
+    write_checkpoint(tmp_path, lazy, {}, {}, outlines={name: weight.to("meta") for name, weight in weights.items()})
+    assert lazy.asked == ["a", "b"]
+    found = open_checkpoint(tmp_path).weight("b")
+    assert isinstance(found, QuantizedWeight)
+    assert torch.equal(found.dequantize(), weights["b"].dequantize())
+
+
+def test_what_fails_half_way_leaves_no_files(tmp_path: Path) -> None:
+    outlines = {name: make_weight(8, 64, 32).to("meta") for name in ("a", "b")}
+    weights = {"a": make_weight(8, 64, 32), "b": make_weight(12, 64, 32)}
+    with pytest.raises(ValueError, match=r"weights\['b'\]: awq cannot hold it, because its 12 rows are no multiple"):
+        write_checkpoint(tmp_path, weights, {}, {}, "awq", outlines=outlines, max_shard_bytes=1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_with_a_model_is_not_written_over(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {"layer": make_weight(8, 64, 32)}, {}, {})
     with pytest.raises(FileExistsError, match="which holds safetensors already"):

@@ -342,19 +342,23 @@ def attention_specs() -> Iterator[Spec]:
         ("fp16", 64, (32, 64), 4, 3, 0, {"HAS_SOFT_CAP": True}),
         ("bf16", 128, (128, 64), 8, 3, 66, {"PAGE_SIZE": 0}),
     ]
-    for number, (dtype, dim, (block_m, block_n), num_warps, stages, known_spills, changed) in enumerate([*cases, *fp8]):
+    for number, (dtype, dim, (block_m, block_n), num_warps, stages, known_spills, changed) in enumerate(
+        [*cases, *fp8, *fp8[::3]]
+    ):
         keys = dtype if number < len(cases) else "fp8e4nv"
+        queries = "fp8e4nv" if number >= len(cases) + len(fp8) else dtype  # the last ones
         block_d = 1 << (dim - 1).bit_length()
         constants = plain | {"HEAD_DIM": dim, "HEAD_DIM_V": dim, "BLOCK_D": block_d, "BLOCK_DV": block_d} | changed
         constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "NUM_STAGES": stages}
         details = ", ".join(f"{name.lower()}={value}" for name, value in changed.items())
-        types = shared | pointers(dtype, "q", "out") | pointers(keys, "k", "v")
+        types = shared | pointers(queries, "q") | pointers(dtype, "out") | pointers(keys, "k", "v")
         if keys == dtype:
             constants |= {f"{name}_ptr": None for name in scales}
         else:
             types |= pointers("fp32", *scales)
+        name = f"{dtype} {'' if queries == dtype else 'fp8 queries '}{'' if keys == dtype else 'fp8 keys '}"
         yield Spec(
-            f"attention {dtype} {'' if keys == dtype else 'fp8 keys '}D={dim} {block_m}x{block_n} {details}".strip(),
+            f"attention {name}D={dim} {block_m}x{block_n} {details}".strip(),
             forward.forward,
             constants,
             types,
@@ -486,7 +490,14 @@ def fp8_decode_specs() -> Iterator[Spec]:
         ("bf16", 256, 256, 16, 64, 5, 0, 70, {"PAGE_SIZE": 1, "HAS_WINDOW": True}),
         ("bf16", 192, 128, 16, 64, 8, 16, 0, {"CAUSAL": False}),
     ]
-    for dtype, dim, dim_v, block_m, block_n, stages, box, known_spills, changed in cases:
+    fp8_q: list[tuple[str, int, int, int, int, int, int, int, dict[str, Any]]] = [
+        ("bf16", 128, 128, 8, 128, 6, 16, 0, {}),
+        ("bf16", 128, 128, 32, 64, 11, 64, 6, {"PAGE_SIZE": 0, "DENSE": True, "CAUSAL": False}),
+        ("bf16", 256, 256, 16, 64, 5, 0, 141, {"PAGE_SIZE": 1, "HAS_WINDOW": True}),
+    ]
+    for number, case in enumerate([*cases, *fp8_q]):
+        dtype, dim, dim_v, block_m, block_n, stages, box, known_spills, changed = case
+        queries = dtype if number < len(cases) else "fp8e4nv"
         blocks = {f"BLOCK_{name}": max(1 << (size - 1).bit_length(), 128) for name, size in (("D", dim), ("DV", dim_v))}
         constants = plain | {"HEAD_DIM": dim, "HEAD_DIM_V": dim_v, "BLOCK_M": block_m, "BLOCK_N": block_n, **blocks}
         constants |= changed | {"GATHER": box == 0, "BOX": box, "STAGES": stages, "num_warps": 4}
@@ -496,11 +507,12 @@ def fp8_decode_specs() -> Iterator[Spec]:
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=4)
         keys = f"tensordesc<fp8e4nv[1, 1, {box}, 128],{layout!r}>" if box else "*fp8e4nv"
         details = ", ".join(f"{name.lower()}={value}" for name, value in changed.items())
+        name = f"{dtype} {'' if queries == dtype else 'fp8 queries '}fp8 keys D={dim},{dim_v}"
         yield Spec(
-            f"hopper decode {dtype} fp8 keys D={dim},{dim_v} {block_m}x{block_n} box={box} {details}".strip(),
+            f"hopper decode {name} {block_m}x{block_n} box={box} {details}".strip(),
             hopper_decode_fp8.decode,
             constants,
-            shared | pointers(dtype, "q", "out") | {"k": keys, "v": keys},
+            shared | pointers(queries, "q") | pointers(dtype, "out") | {"k": keys, "v": keys},
             unaligned=("stride_lse_head",),
             tensor_cores=True,
             known_spills=known_spills,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
+from evenshare.device.target import select_target
 from evenshare.quant import QuantizedWeight, launch, packing, prepare, reference, w4a16_matmul, w8a16_matmul
 from evenshare.quant import plan as quant_plan
 from evenshare.quant.encodings import CODEBOOKS
-from evenshare.quant.plan import plan_matmul
+from evenshare.quant.plan import choose_tile, plan_matmul, plan_split_k
 from evenshare.quant.rounding import pack_codes
+from evenshare.schedule.plan import END
+from evenshare.schedule.uniform import expand
 from tests.quant.helpers import FORMS, ZERO_FORMS, assert_product, product, random_permutation, random_weight
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
@@ -245,6 +250,29 @@ def test_long_k_and_few_columns_are_split() -> None:
     _, plan = plan_matmul(1, 64, 64, 2, 132)
     assert plan.num_whole == 0
     assert plan.num_workers > 1
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 16])
+def test_split_k_cuts_every_tile_into_its_parts(splits: int) -> None:
+    tile, plan = plan_split_k(splits, 16, 160, 10, 2, 132)
+    assert (plan.num_tiles, tile) == (3, choose_tile(16, 2))
+    parts = min(splits, 10)
+    assert plan.num_workers == 3 * parts
+    schedule = expand(plan)
+    cuts = [10 * part // parts for part in range(parts + 1)]
+    wanted = [(t, begin, end) for t in range(3) for begin, end in itertools.pairwise(cuts)]
+    assert [tuple(row[:3]) for row in schedule.segments.tolist() if row[END]] == wanted
+    assert schedule.worker_indptr.tolist() == list(range(3 * parts + 1))  # a program has one part
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4, 7])
+def test_split_k_computes_the_product(splits: int, device: torch.device) -> None:
+    weight = random_weight(72, 650, 32, "zeros", device=device)
+    x = torch.randn(3, 650, device=device)
+    out = torch.full((3, 72), float("nan"), device=device)
+    target = select_target(device, "triton")
+    launch.portable_matmul(x, weight, None, None, None, out, target, partial(plan_split_k, splits))
+    assert_product(out, x, weight)
 
 
 X = torch.zeros(3, 32)

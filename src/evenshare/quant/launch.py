@@ -13,7 +13,7 @@ from evenshare.quant import packing, plan
 from evenshare.quant.experts import ExpertWeights
 from evenshare.quant.kernels.grouped import grouped_w4a16
 from evenshare.quant.kernels.w4a16 import w4a16
-from evenshare.quant.plan import plan_grouped, plan_matmul
+from evenshare.quant.plan import Planner, plan_grouped, plan_matmul
 from evenshare.quant.weight import QuantizedWeight
 
 # Permuted columns of x are gathered in the kernel, element by element, for every column tile again; for more rows than this once
@@ -37,12 +37,26 @@ def matmul(
         if hopper.refusal(x, weight, target) is None:
             hopper.matmul(x, weight, bias, activation, residual, out, target)
             return
+    portable_matmul(x, weight, bias, activation, residual, out, target)
+
+
+def portable_matmul(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    target: Target,
+    planner: Planner = plan_matmul,
+) -> None:
+    """As `matmul`, by the portable kernel. planner: who computes what."""
     m, n_out = out.shape
     packed = packing.pack(weight)
     permutation = packed.permutation
     if permutation is not None and m > GATHER_ROWS:
         x, permutation = weight.gather(x), None
-    tile, shares = plan_matmul(m, weight.n, packed.num_steps, x.element_size(), target.num_sms)
+    tile, shares = planner(m, weight.n, packed.num_steps, x.element_size(), target.num_sms)
     workspace = stream_workspace(shares.max_slots * tile.block_m * tile.block_n, shares.max_counters, x.device)
     with torch.cuda.device_of(x):  # the tensors' GPU, not the current one
         w4a16[(shares.num_workers,)](

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,6 +18,9 @@ class TileConfig:
     num_stages: int
     workers_per_sm: int  # programs that run at once on one SM
 
+
+# (m, n, num_steps, itemsize, num_sms) -> tile and shares of y [m, n] over `num_steps` k-steps on `num_sms` SMs.
+Planner = Callable[[int, int, int, int, int], tuple[TileConfig, UniformPlan]]
 
 # Fewer k-steps than this do not pay for a partial and its merge (4096 x 4096, m = 1, H200: 14.9 us at 8 steps a share, 16.5 at 4).
 MIN_STEPS_PER_SHARE = 8
@@ -47,6 +51,18 @@ def plan_matmul(m: int, n: int, num_steps: int, itemsize: int, num_sms: int) -> 
     num_tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
     num_workers = max(num_tiles, num_tiles * num_steps // MIN_STEPS_PER_SHARE)
     return tile, uniform_plan(num_tiles, num_steps, min(num_workers, num_sms * tile.workers_per_sm))
+
+
+@lru_cache(maxsize=4096)
+def plan_split_k(
+    splits: int, m: int, n: int, num_steps: int, itemsize: int, num_sms: int
+) -> tuple[TileConfig, UniformPlan]:
+    """As `plan_matmul`, but every tile in `splits` parts, a program for each, whatever the number of SMs (arXiv 2402.00025). One
+    part is data-parallel. Even shares are measured against it; those of as many workers as there are parts are just the parts.
+    """
+    tile = choose_tile(m, itemsize)
+    num_tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
+    return tile, uniform_plan(num_tiles, num_steps, num_tiles * splits)
 
 
 def plan_grouped(

@@ -113,7 +113,9 @@ def test_peers_are_chosen_by_name() -> None:
     assert peers.select_peers([]) == ([], [])
 
 
-@pytest.mark.parametrize("name", ["attention_decode", "attention_mixed", "attention_prefill", "gemm", "plan", "w4a16"])
+@pytest.mark.parametrize(
+    "name", ["attention_decode", "attention_mixed", "attention_prefill", "gemm", "plan", "splitk", "w4a16"]
+)
 def test_without_a_gpu_it_says_so(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

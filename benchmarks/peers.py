@@ -17,6 +17,7 @@ PEERS = {
     "sdpa-flash": None,
     "flex": None,
     "flashinfer": "flashinfer",
+    "torch-int4": None,
     "humming": "humming",
     "gemlite": "gemlite",
 }
@@ -109,6 +110,10 @@ def w4a16(
     n, k = weight.shape
     if name == "cublas":  # what the 4-bit product replaces
         return matmul("cublas", x, weight.T)
+    if name == "torch-int4":
+        packed = torch.ops.aten._convert_weight_to_int4pack(pack_high_first(codes), 8)
+        scales_and_zeros = torch.stack((scales, torch.zeros_like(scales)), -1).to(x.dtype).transpose(0, 1).contiguous()
+        return lambda: torch.ops.aten._weight_int4pack_mm(x, packed, group_size, scales_and_zeros)
     if name == "gemlite":
         from gemlite.core import DType, GemLiteLinear
 
@@ -127,6 +132,11 @@ def w4a16(
         layer.prepare_default_kernel_configs()
         return lambda: layer(x)
     return None
+
+
+def pack_high_first(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, k / 2]: of two neighbours along k the first lies in the high nibble, as torch's int4 kernel for CUDA has it."""
+    return codes[:, ::2] << 4 | codes[:, 1::2]
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

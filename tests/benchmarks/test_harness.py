@@ -12,10 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import gemm, harness, peers, w4a16
+from benchmarks import gemm, harness, peers
 from benchmarks.ceilings import read_words
 from benchmarks.results import Row, read_reports
-from evenshare import quantize
 
 
 def test_compare_times_what_is_right(bench: harness.Bench) -> None:
@@ -140,28 +139,11 @@ def test_read_kernel_reads_every_word(device: torch.device) -> None:
     assert difference % 2**32 == 0
 
 
-def test_w4a16_reference_is_what_the_codes_mean() -> None:
-    weight = quantize(torch.randn(8, 256), w4a16.GROUP_SIZE)
-    dense = w4a16.dequantize(weight.unpacked_codes(), weight.scales)
-    x = torch.randn(3, 256)
-    from evenshare import w4a16_matmul
-
-    assert peers.relative_error(w4a16_matmul(x, weight, backend="cpu"), x @ dense.T) < 1e-6
-
-
 def test_a_gemm_case_on_the_cpu(bench: harness.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "copies_past_l2", lambda size: 3)
     row = gemm.measure(bench, 8, 16, 32)
     assert row.peers == {"cublas": 20.0}
     assert (row.flops, row.bytes) == (2 * 8 * 16 * 32, 2 * (8 * 32 + 16 * 32 + 8 * 16))
-
-
-def test_a_w4a16_case_on_the_cpu(bench: harness.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(w4a16, "copies_past_l2", lambda size: 2)
-    weight = quantize(torch.randn(64, 256), w4a16.GROUP_SIZE, scale_dtype=torch.bfloat16)
-    row = w4a16.measure(bench, [weight, weight], 3)
-    assert row.peers == {"cublas": 20.0}
-    assert row.bytes == 64 * 256 // 2 + 64 * 2 * 2 + 2 * 3 * (64 + 256)
 
 
 @pytest.mark.gpu

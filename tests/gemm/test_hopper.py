@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,15 +23,23 @@ ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu
 LARGEST = hopper.TILES[0]
 
 
-@pytest.fixture(autouse=True)
-def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def _place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where the kernel runs; tensors are made there."""
+    monkeypatch.setattr(hopper, "USE_HOPPER", True)
+    if request.param == "gpu":
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("no Hopper GPU")
+        with torch.device("cuda"):
+            yield
+        return
     monkeypatch.setattr(hopper_matmul, "matmul", Emulated(hopper_matmul.matmul))
     monkeypatch.setattr(Emulated, "seeds", itertools.count(zlib.crc32(request.node.name.encode())))
-    monkeypatch.setattr(hopper, "USE_HOPPER", True)
+    yield
 
 
 def target(num_sms: int = 5) -> Target:
-    return Target("triton", torch.device("cpu"), num_sms, (9, 0), False)
+    return Target("triton", torch.get_default_device(), num_sms, (9, 0), False)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, tile: hopper.HopperTile, num_workers: int = 5) -> None:

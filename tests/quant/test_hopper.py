@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,15 +21,23 @@ GATES = {"silu_and_multiply": F.silu, "gelu_and_multiply": F.gelu}
 ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
-@pytest.fixture(autouse=True)
-def _emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def _place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where the kernel runs; tensors are made there."""
+    monkeypatch.setattr(hopper, "USE_HOPPER", True)
+    if request.param == "gpu":
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("no Hopper GPU")
+        with torch.device("cuda"):
+            yield
+        return
     monkeypatch.setattr(hopper_w4a16, "w4a16", Emulated(hopper_w4a16.w4a16))
     monkeypatch.setattr(Emulated, "seeds", itertools.count(zlib.crc32(request.node.name.encode())))
-    monkeypatch.setattr(hopper, "USE_HOPPER", True)
+    yield
 
 
 def target(num_sms: int = 5) -> Target:
-    return Target("triton", torch.device("cpu"), num_sms, (9, 0), False)
+    return Target("triton", torch.get_default_device(), num_sms, (9, 0), False)
 
 
 def random_weight(n: int, k: int, group_size: int, form: str, dtype: torch.dtype = BF16) -> QuantizedWeight:

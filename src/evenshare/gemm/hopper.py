@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from evenshare.device.activations import is_gated
 from evenshare.device.epilogue import get_activation
-from evenshare.device.launcher import Box, get_launcher
+from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
 from evenshare.gemm.kernels import hopper_matmul
@@ -110,33 +111,67 @@ def matmul(
     target: Target,
 ) -> None:
     """As `launch.matmul`, for what `refusal` does not refuse."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
     (m, n), k, gated = out.shape, a.shape[1], is_gated(activation)
     plan = plan_matmul(m, n, k, gated, target.num_sms)
+    a_k_major, b_k_major = _major(a) == 1, _major(b) == 0
+    a, b = a if a_k_major else a.t(), b.t() if b_k_major else b
+    by_tma = _major(out) == 1
+    launch = _bind(
+        hopper_matmul.matmul,
+        plan,
+        activation,
+        a_k_major,
+        b_k_major,
+        by_tma,
+        a.device,
+        (m, n, k),
+        (a.stride(0), b.stride(0), *out.stride(), *((0, 0) if residual is None else residual.stride())),
+    )
     tile, shares = plan.tile, plan.shares
-    rows = tile.block_m // tile.consumers
-    columns = tile.block_n // 2 if gated else tile.block_n
     workspace = stream_workspace(
         shares.max_slots * tile.block_m * tile.block_n, shares.max_counters * tile.consumers, a.device
     )
+    bias = None if bias is None else bias.contiguous()
+    launch(
+        a, b, out if by_tma else None, None if by_tma else out, bias, residual, workspace.partials, workspace.counters
+    )
+
+
+@lru_cache(maxsize=4096)
+def _bind(
+    kernel: Any,
+    plan: HopperPlan,
+    activation: str | None,
+    a_k_major: bool,
+    b_k_major: bool,
+    by_tma: bool,
+    device: torch.device,
+    sizes: tuple[int, int, int],
+    strides: tuple[int, ...],
+) -> Launch:
+    """A launch for every product of these sizes and strides; its arguments are the tensors."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    (m, n, k), gated = sizes, is_gated(activation)
+    tile, shares = plan.tile, plan.shares
+    rows = tile.block_m // tile.consumers
+    columns = tile.block_n // 2 if gated else tile.block_n
+    stride_a, stride_b, *stride_out = strides[:4]
+    n_in = 2 * n if gated else n
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
-    def box(t: torch.Tensor, block: tuple[int, int]) -> Box:
-        return Box(tuple(t.shape), tuple(t.stride()), block, layout)
+    def box(outer: int, inner: int, stride: int, block: tuple[int, int]) -> Box:
+        return Box((outer, inner), (stride, 1), block, layout)
 
-    a_k_major, b_k_major = _major(a) == 1, _major(b) == 0
-    a, b = a if a_k_major else a.t(), b.t() if b_k_major else b
     boxes = {
-        0: box(a, (rows, PANEL) if a_k_major else (PANEL, PANEL)),
-        1: box(b, (columns, PANEL) if b_k_major else (PANEL, PANEL)),
+        0: box(m, k, stride_a, (rows, PANEL)) if a_k_major else box(k, m, stride_a, (PANEL, PANEL)),
+        1: box(n_in, k, stride_b, (columns, PANEL)) if b_k_major else box(k, n_in, stride_b, (PANEL, PANEL)),
     }
-    by_tma = _major(out) == 1
     if by_tma:
-        boxes[2] = box(out, (rows, columns))
+        boxes[2] = box(m, n, stride_out[0], (rows, columns))
     launcher = get_launcher(
-        hopper_matmul.matmul,
-        6,
+        kernel,
+        8,
         A_K_MAJOR=a_k_major,
         B_K_MAJOR=b_k_major,
         ACTIVATION=get_activation(activation),
@@ -148,17 +183,12 @@ def matmul(
         num_warps=4,
     )
     static = (
-        workspace.partials,
-        workspace.counters,
         m,
         n,
-        *out.stride(),
-        *((0, 0) if residual is None else residual.stride()),
+        *strides[2:],
         shares.num_workers,
         shares.num_tiles,
         shares.iters_per_tile,
         shares.num_whole,
     )
-    launch = launcher.bind(a.device, (shares.num_workers,), static, boxes)
-    bias = None if bias is None else bias.contiguous()
-    launch(a, b, out if by_tma else None, None if by_tma else out, bias, residual)
+    return launcher.bind(device, (shares.num_workers,), static, boxes)

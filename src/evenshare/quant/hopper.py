@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from evenshare.device.activations import is_gated
 from evenshare.device.epilogue import get_activation
-from evenshare.device.launcher import Box, get_launcher
+from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
 from evenshare.quant.kernels import hopper_w4a16
 from evenshare.quant.kernels.dequantize import FLOAT_OFFSETS, INTEGER_ZEROS, SYMMETRIC
 from evenshare.quant.weight import QuantizedWeight
+from evenshare.schedule.plan import UniformPlan
 from evenshare.schedule.uniform import uniform_plan
 
 USE_HOPPER = False  # until the kernel has run on a GPU: so far it is compiled, and right in the tests' emulator
@@ -29,18 +32,31 @@ PIECE_BYTES = 16  # what TMA wants addresses and strides to be multiples of
 
 
 @dataclass(frozen=True)
+class Geometry:
+    """What a kernel is compiled and its descriptors are made for."""
+
+    form: int
+    group_size: int  # at most the columns of a step: a larger one is repeated
+    num_strips: int
+    num_blocks: int
+
+
+@dataclass(frozen=True)
 class HopperWeight:
     """Operands of `kernels.hopper_w4a16`. Padding is zero, scales included, so padded weights are zero."""
 
     words: torch.Tensor  # int32 [strips, blocks, 16, 32]: 64 x 64 codes in the order of the tensor cores' registers
     scales: torch.Tensor  # 16 bits [groups, padded rows]
     zeros: torch.Tensor | None  # as scales: zero points or offsets
-    form: int
-    group_size: int  # at most the columns of a step: a larger one is repeated
+    geometry: Geometry
+
+    @property
+    def group_size(self) -> int:
+        return self.geometry.group_size
 
     @property
     def num_steps(self) -> int:
-        return self.words.shape[1] * BLOCK // STEP
+        return self.geometry.num_blocks * BLOCK // STEP
 
 
 def refusal(x: torch.Tensor, weight: QuantizedWeight, target: Target) -> str | None:
@@ -109,7 +125,8 @@ def _pack(weight: QuantizedWeight, gated: bool) -> HopperWeight:
     else:
         zeros, form = None, SYMMETRIC
     words = words.view(*words.shape[:2], 16, 32)
-    return HopperWeight(words, columns(weight.scales), zeros, form.value, group_size)
+    geometry = Geometry(form.value, group_size, *words.shape[:2])
+    return HopperWeight(words, columns(weight.scales), zeros, geometry)
 
 
 @dataclass(frozen=True)
@@ -128,6 +145,21 @@ def choose_tile(m: int, group_size: int, symmetric: bool) -> HopperTile:
     return HopperTile(block_m, strips, min(SHARED_BYTES // stage_bytes, MAX_STAGES))
 
 
+@dataclass(frozen=True)
+class HopperPlan:
+    tile: HopperTile
+    shares: UniformPlan
+
+
+@lru_cache(maxsize=4096)
+def plan_matmul(m: int, n: int, num_steps: int, group_size: int, symmetric: bool, num_sms: int) -> HopperPlan:
+    """Tile and shares of m tokens by n rows of W, a pure function."""
+    tile = choose_tile(m, group_size, symmetric)
+    num_tiles = -(-m // tile.block_m) * -(-n // (tile.strips * STRIP))
+    num_workers = max(num_tiles, num_tiles * num_steps // MIN_STEPS_PER_SHARE)
+    return HopperPlan(tile, uniform_plan(num_tiles, num_steps, min(num_workers, num_sms)))
+
+
 def matmul(
     x: torch.Tensor,
     weight: QuantizedWeight,
@@ -138,42 +170,70 @@ def matmul(
     target: Target,
 ) -> None:
     """As `launch.matmul`, for what `refusal` does not refuse."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    m, n_out = out.shape
     packed = pack(weight, is_gated(activation))
     if weight.permutation is not None:
         x = weight.gather(x)
-    tile = choose_tile(m, packed.group_size, packed.zeros is None)
-    rows = tile.strips * STRIP
-    num_tiles = -(-m // tile.block_m) * -(-weight.n // rows)
-    num_workers = max(num_tiles, num_tiles * packed.num_steps // MIN_STEPS_PER_SHARE)
-    shares = uniform_plan(num_tiles, packed.num_steps, min(num_workers, target.num_sms))
-    workspace = stream_workspace(shares.max_slots * rows * tile.block_m, shares.max_counters, x.device)
+    m, n_out = out.shape
+    plan = plan_matmul(m, weight.n, packed.num_steps, packed.group_size, packed.zeros is None, target.num_sms)
+    strides = (x.stride(0), *out.stride(), *((0, 0) if residual is None else residual.stride()))
+    launch = _bind(hopper_w4a16.w4a16, plan, activation, packed.geometry, x.device, (m, n_out, x.shape[1]), strides)
+    shares = plan.shares
+    workspace = stream_workspace(
+        shares.max_slots * plan.tile.strips * STRIP * plan.tile.block_m, shares.max_counters, x.device
+    )
+    bias = None if bias is None else bias.contiguous()
+    launch(
+        x,
+        packed.words,
+        packed.scales,
+        packed.zeros,
+        bias,
+        residual,
+        out,
+        workspace.partials,
+        workspace.counters,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _bind(
+    kernel: Any,
+    plan: HopperPlan,
+    activation: str | None,
+    weight: Geometry,
+    device: torch.device,
+    sizes: tuple[int, int, int],
+    strides: tuple[int, ...],
+) -> Launch:
+    """A launch for every product of these sizes and strides; its arguments are the tensors."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    m, n_out, k = sizes
+    tile, shares = plan.tile, plan.shares
 
     def layout(width: int, bits: int, rank: int) -> NVMMASharedLayout:
         return NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=rank)
 
     piece = PIECES * tile.strips
-    num_groups, padded_n = packed.scales.shape
+    num_strips, num_blocks = weight.num_strips, weight.num_blocks
+    padded_n = num_strips * STRIP
     scale_box = Box(
-        (num_groups, padded_n // piece, piece),
+        (num_blocks * BLOCK // weight.group_size, padded_n // piece, piece),
         (padded_n, piece, 1),
-        (STEP // packed.group_size, PIECES, piece),
+        (STEP // weight.group_size, PIECES, piece),
         layout(2 * piece, 16, 3),
     )
-    boxes = {
-        0: Box(tuple(x.shape), tuple(x.stride()), (tile.block_m, BLOCK), layout(128, 16, 2)),
-        1: Box(tuple(packed.words.shape), packed.words.stride(), (tile.strips, 1, 16, 32), layout(128, 32, 4)),
-        2: scale_box,
-    }
-    if packed.zeros is not None:
+    words = Box(
+        (num_strips, num_blocks, 16, 32), (num_blocks * 512, 512, 32, 1), (tile.strips, 1, 16, 32), layout(128, 32, 4)
+    )
+    boxes = {0: Box((m, k), (strides[0], 1), (tile.block_m, BLOCK), layout(128, 16, 2)), 1: words, 2: scale_box}
+    if weight.form != SYMMETRIC.value:
         boxes[3] = scale_box
     launcher = get_launcher(
-        hopper_w4a16.w4a16,
-        7,
-        GROUP_SIZE=packed.group_size,
-        FORM=packed.form,
+        kernel,
+        9,
+        GROUP_SIZE=weight.group_size,
+        FORM=weight.form,
         ACTIVATION=get_activation(activation),
         GATED=is_gated(activation),
         STRIPS=tile.strips,
@@ -182,17 +242,12 @@ def matmul(
         num_warps=4 * tile.strips,
     )
     static = (
-        workspace.partials,
-        workspace.counters,
         m,
         n_out,
-        *out.stride(),
-        *((0, 0) if residual is None else residual.stride()),
+        *strides[1:],
         shares.num_workers,
         shares.num_tiles,
         shares.iters_per_tile,
         shares.num_whole,
     )
-    launch = launcher.bind(x.device, (shares.num_workers,), static, boxes)
-    bias = None if bias is None else bias.contiguous()
-    launch(x, packed.words, packed.scales, packed.zeros, bias, residual, out)
+    return launcher.bind(device, (shares.num_workers,), static, boxes)

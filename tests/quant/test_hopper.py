@@ -58,7 +58,7 @@ def product(
     n_out = weight.n // 2 if activation in GATES else weight.n
     wide = torch.full((x.shape[0] + 2, n_out + 3), torch.nan, dtype=x.dtype)
     out = wide[1:-1, 1:-2]
-    assert hopper.refusal(x, weight, target(num_sms)) is None
+    assert hopper.refusal(x.dtype, weight, target(num_sms)) is None
     hopper.matmul(x, weight, bias, activation, residual, out, target(num_sms))
     assert int((~wide.isnan()).sum()) == out.numel(), "written outside"
     return out
@@ -129,6 +129,8 @@ def test_permuted_columns_and_strided_rows() -> None:
     permuted = QuantizedWeight(weight.codes, weight.scales, 256, 64, zeros=weight.zeros, permutation=order)
     check(torch.randn(6, 300).to(BF16)[:, 3:259], permuted)
     check(torch.randn(6, 512).to(BF16)[::2, 8:264], weight)
+    for copied in (torch.randn(2, 259)[:, :256], torch.randn(2, 264)[:, 1:257], torch.randn(256, 3).t()):
+        check(copied.to(BF16), weight)
 
 
 def test_large_activations_and_small_scales() -> None:
@@ -140,17 +142,24 @@ def test_large_activations_and_small_scales() -> None:
 
 def test_what_is_left_to_the_portable_kernel() -> None:
     weight = random_weight(64, 512, 128, "symmetric")
-    x = torch.randn(2, 512).to(BF16)
     cases = {
-        "16-bit x": (x.float(), weight),
-        "multiples of 16 bytes": (torch.randn(2, 515).to(BF16)[:, :512], weight),
-        "a multiple of 16 bytes": (torch.randn(2, 520).to(BF16)[:, 1:513], weight),
-        "4-bit": (x, quantize(torch.randn(64, 512), 128, bits=8)),
+        "16-bit x": (torch.float32, weight),
+        "4-bit": (BF16, quantize(torch.randn(64, 512), 128, bits=8)),
     }
-    for reason, (activations, operand) in cases.items():
-        found = hopper.refusal(activations, operand, target())
+    for reason, (dtype, operand) in cases.items():
+        found = hopper.refusal(dtype, operand, target())
         assert found is not None
         assert reason in found
+
+
+def test_preparation_packs_what_the_call_uses() -> None:
+    weight = random_weight(64, 512, 128, "symmetric")
+    for activation in (None, "silu_and_multiply"):
+        launch.pack(weight, None, BF16, activation, target())
+    packed = dict(weight.packed)
+    for activation in (None, "relu", "gelu_and_multiply"):
+        product(torch.randn(2, 512).to(BF16), weight, activation)
+    assert weight.packed == packed
 
 
 def test_a_hopper_gpu_runs_it() -> None:

@@ -78,22 +78,23 @@ def _check_weight(weight: QuantizedWeight) -> None:
         raise TypeError(f"weight: got {type(weight).__name__}, want a QuantizedWeight (see evenshare.quantize)")
 
 
-def prepare(weight: Weight, dtype: torch.dtype, backend: str | None = None) -> Weight:
+def prepare(weight: Weight, dtype: torch.dtype, backend: str | None = None, *, activation: str | None = None) -> Weight:
     """Pack `weight`, a `QuantizedWeight` or `ExpertWeights`, now for activations of `dtype`, so that the first call does not have
-    to. Returns it."""
+    to. activation: that of the calls to come, because a gated weight is packed in an order of its own. Returns the weight."""
     if dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"dtype: got {dtype}, want float32, float16 or bfloat16")
     if isinstance(weight, ExpertWeights):
         canonical, parts, num_experts = weight.weight, weight.experts, weight.num_experts
     else:
         canonical, parts, num_experts = weight, (weight,), None
-    if select_target(canonical.device, backend).backend == "cpu":
+    target = select_target(canonical.device, backend)
+    if target.backend == "cpu":
         for part in parts:
             cpu.pack(part, dtype)
     else:
-        from evenshare.quant import packing
+        from evenshare.quant import launch
 
-        packing.pack(canonical, num_experts)
+        launch.pack(canonical, num_experts, dtype, activation, target)
     return weight
 
 

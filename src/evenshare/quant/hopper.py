@@ -59,21 +59,23 @@ class HopperWeight:
         return self.geometry.num_blocks * BLOCK // STEP
 
 
-def refusal(x: torch.Tensor, weight: QuantizedWeight, target: Target) -> str | None:
-    """Why this product runs on the portable kernel instead, or None."""
+def refusal(dtype: torch.dtype, weight: QuantizedWeight, target: Target) -> str | None:
+    """Why products of activations of `dtype` run on the portable kernel instead, or None."""
     if not USE_HOPPER or target.capability != HOPPER:
         return "the kernel is for compute capability 9.0"
     if weight.bits != 4 or weight.encoding != "integer":
         return "the kernel takes 4-bit integers"
-    if x.dtype not in (torch.float16, torch.bfloat16) or weight.scales.dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in (torch.float16, torch.bfloat16) or weight.scales.dtype not in (torch.float16, torch.bfloat16):
         return "the kernel takes 16-bit x and scales"
-    if weight.num_groups > 1 and STEP % weight.group_size and weight.group_size % STEP:
-        return f"groups of {weight.group_size} do not divide a step of {STEP} columns, nor it them"
-    if weight.permutation is None and (x.stride(1) != 1 or x.stride(0) * x.element_size() % PIECE_BYTES):
-        return "rows of x do not begin at multiples of 16 bytes"
-    if weight.permutation is None and x.data_ptr() % PIECE_BYTES:
-        return "x does not begin at a multiple of 16 bytes"
     return None
+
+
+def _for_tma(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it, whose rows lie as TMA wants them."""
+    piece = PIECE_BYTES // x.element_size()
+    if x.stride(1) == 1 and x.stride(0) % piece == 0 and x.data_ptr() % PIECE_BYTES == 0:
+        return x
+    return x.new_empty(x.shape[0], x.shape[1] + -x.shape[1] % piece)[:, : x.shape[1]].copy_(x)
 
 
 def pack(weight: QuantizedWeight, gated: bool) -> HopperWeight:
@@ -83,7 +85,7 @@ def pack(weight: QuantizedWeight, gated: bool) -> HopperWeight:
     if found is None:
         if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "weight: got one that is not packed inside a CUDA graph's capture, want prepare(weight, ...) before"
+                "weight: got one that is not packed inside a CUDA graph's capture, want prepare(weight, ..., activation=...) before"
             )
         found = weight.packed[key] = _pack(weight, gated)
         if weight.device.type == "cuda":
@@ -173,6 +175,7 @@ def matmul(
     packed = pack(weight, is_gated(activation))
     if weight.permutation is not None:
         x = weight.gather(x)
+    x = _for_tma(x)
     m, n_out = out.shape
     plan = plan_matmul(m, weight.n, packed.num_steps, packed.group_size, packed.zeros is None, target.num_sms)
     strides = (x.stride(0), *out.stride(), *((0, 0) if residual is None else residual.stride()))

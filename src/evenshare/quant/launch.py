@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 import triton
 
@@ -21,6 +23,25 @@ from evenshare.quant.weight import QuantizedWeight
 GATHER_ROWS = 64
 
 
+def _hopper(dtype: torch.dtype, weight: QuantizedWeight, target: Target) -> ModuleType | None:
+    """The Hopper kernel's side, if it computes this."""
+    if target.capability != HOPPER:
+        return None
+    from evenshare.quant import hopper
+
+    return hopper if hopper.refusal(dtype, weight, target) is None else None
+
+
+def pack(
+    weight: QuantizedWeight, num_experts: int | None, dtype: torch.dtype, activation: str | None, target: Target
+) -> None:
+    """Packs for the kernel that will take the weight, or for num_experts of them."""
+    if num_experts is None and (hopper := _hopper(dtype, weight, target)) is not None:
+        hopper.pack(weight, is_gated(activation))
+    else:
+        packing.pack(weight, num_experts)
+
+
 def matmul(
     x: torch.Tensor,
     weight: QuantizedWeight,
@@ -31,12 +52,9 @@ def matmul(
     target: Target,
 ) -> None:
     """out [m, n_out] = activation(x [m, k] Wᵀ + bias) + residual; m and n at least 1, any strides."""
-    if target.capability == HOPPER:
-        from evenshare.quant import hopper
-
-        if hopper.refusal(x, weight, target) is None:
-            hopper.matmul(x, weight, bias, activation, residual, out, target)
-            return
+    if (hopper := _hopper(x.dtype, weight, target)) is not None:
+        hopper.matmul(x, weight, bias, activation, residual, out, target)
+        return
     portable_matmul(x, weight, bias, activation, residual, out, target)
 
 

@@ -274,13 +274,13 @@ def hopper_w4a16_specs() -> Iterator[Spec]:
     cases = [
         ("bf16", 8, 4, 11, 128, "symmetric", None, 0),
         ("bf16", 8, 4, 8, 16, "offsets", None, 0),
-        ("fp16", 16, 4, 9, 64, "zeros", "silu_and_multiply", 0),
+        ("fp16", 16, 4, 9, 64, "zeros", "silu_and_multiply", 11),
         ("bf16", 16, 4, 10, 32, "symmetric", None, 0),
         ("bf16", 32, 2, 12, 128, "zeros", "gelu", 0),
         ("bf16", 64, 2, 8, 128, "symmetric", "silu_and_multiply", 0),
-        ("fp16", 64, 2, 8, 32, "offsets", None, 25),
-        ("bf16", 128, 2, 5, 128, "symmetric", None, 20),
-        ("bf16", 128, 2, 5, 16, "zeros", None, 166),
+        ("fp16", 64, 2, 8, 32, "offsets", None, 70),
+        ("bf16", 128, 2, 5, 128, "symmetric", None, 0),
+        ("bf16", 128, 2, 5, 16, "zeros", None, 22),
     ]
     forms = {"symmetric": dequantize.SYMMETRIC, "zeros": dequantize.INTEGER_ZEROS, "offsets": dequantize.FLOAT_OFFSETS}
 
@@ -291,10 +291,11 @@ def hopper_w4a16_specs() -> Iterator[Spec]:
     for dtype, block_m, strips, stages, group, form, activation, known_spills in cases:
         constants: dict[str, Any] = {"GROUP_SIZE": group, "FORM": forms[form].value, "STRIPS": strips, "STAGES": stages}
         constants |= {"ACTIVATION": epilogue.get_activation(activation), "GATED": activation == "silu_and_multiply"}
-        constants |= {"BLOCK_M": block_m, "num_warps": 4 * strips}
+        constants |= {"BLOCK_M": block_m, "num_warps": 4}
         types = pointers(dtype, "bias", "residual", "out") | pointers("fp32", "partials") | pointers("i32", "counters")
         types |= {"x": boxes(dtype, [block_m, 64], 128, 16), "words": boxes("i32", [strips, 1, 16, 32], 128, 32)}
-        types["scales"] = types["zeros"] = boxes(dtype, [128 // group, 8, 8 * strips], 16 * strips, 16)
+        types["scales"] = boxes(dtype, [128 // group, 8, 8 * strips], 16 * strips, 16)
+        types["zeros"] = boxes("i16" if form == "zeros" else dtype, [128 // group, 8, 8 * strips], 16 * strips, 16)
         if form == "symmetric":
             del types["zeros"]
             constants["zeros"] = None
@@ -304,7 +305,6 @@ def hopper_w4a16_specs() -> Iterator[Spec]:
             constants,
             types,
             ones=("stride_out_n",),
-            num_warps=4 * strips,
             tensor_cores=True,
             known_spills=known_spills,
             architectures=(90,),

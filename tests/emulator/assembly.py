@@ -19,27 +19,32 @@ def _widen_fp8(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes[..., 0], codes[..., 1]
 
 
-def _signed_codes(dtype: torch.dtype) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """int32 words of eight codes -> code - 8 of the nibbles 0, 4, 1, 5, 2, 6, 3, 7."""
-    return lambda words: tuple(((words >> 4 * nibble & 15) - 8).to(dtype) for nibble in (0, 4, 1, 5, 2, 6, 3, 7))
+def _codes(dtype: torch.dtype, one: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """int32 words of eight codes -> those of the nibbles 0, 4, 1, 5, 2, 6, 3, 7 less what the pairs hold above `one`."""
+
+    def compute(words: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pairs = [pair.expand_as(words).contiguous().view(dtype).view(*words.shape, 2) for pair in (upper, lower)]
+        codes = [(words >> 4 * nibble & 15) + one for nibble in (0, 4, 1, 5, 2, 6, 3, 7)]
+        return tuple(code.to(dtype) - pairs[i // 2 % 2][..., i % 2] for i, code in enumerate(codes))
+
+    return compute
 
 
-def _signed_codes_text(magic: int, middle: int, kind: str) -> str:
+def _codes_text(magic: int, kind: str) -> str:
     shifts = " ".join(f"shr.u32 s{i}, $8, {4 * i};" for i in (1, 2, 3))
     picks = " ".join(
         f"lop3.b32 t{i}, {f's{i}' if i else '$8'}, 0x000F000F, 0x{magic:04X}{magic:04X}, 0xEA;" for i in range(4)
     )
-    subtractions = " ".join(f"sub.{kind} t{i}, t{i}, c;" for i in range(4))
+    subtractions = " ".join(f"sub.{kind} t{i}, t{i}, ${9 + i % 2};" for i in range(4))
     moves = " ".join(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, t{i};" for i in range(4))
-    head = f"{{ .reg .b32 t0, t1, t2, t3, s1, s2, s3, c; mov.b32 c, 0x{middle:04X}{middle:04X};"
-    return f"{head} {shifts} {picks} {subtractions} {moves} }}"
+    return f"{{ .reg .b32 t0, t1, t2, t3, s1, s2, s3; {shifts} {picks} {subtractions} {moves} }}"
 
 
 INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "cvt.rn.bf16x2.f32 $0, $2, $1;": _pack(torch.bfloat16),
     "cvt.rn.f16x2.f32 $0, $2, $1;": _pack(torch.float16),
-    _signed_codes_text(0x4300, 0x4308, "bf16x2"): _signed_codes(torch.bfloat16),
-    _signed_codes_text(0x6400, 0x6408, "f16x2"): _signed_codes(torch.float16),
+    _codes_text(0x4300, "bf16x2"): _codes(torch.bfloat16, 128),
+    _codes_text(0x6400, "f16x2"): _codes(torch.float16, 1024),
     "{ .reg .b32 t; .reg .b16 low, high; prmt.b32 t, $2, 0, 0x3120; mov.b32 {low, high}, t; "
     "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }": _widen_fp8,
 }

@@ -47,7 +47,7 @@ class HopperWeight:
 
     words: torch.Tensor  # int32 [strips, blocks, 16, 32]: 64 x 64 codes in the order of the tensor cores' registers
     scales: torch.Tensor  # 16 bits [groups, padded rows]
-    zeros: torch.Tensor | None  # as scales: zero points or offsets
+    zeros: torch.Tensor | None  # as scales: offsets, or zero points in int16
     geometry: Geometry
 
     @property
@@ -117,13 +117,13 @@ def _pack(weight: QuantizedWeight, gated: bool) -> HopperWeight:
     num_groups = num_steps * STEP // group_size
 
     def columns(per_group: torch.Tensor) -> torch.Tensor:
-        spread = _rows(per_group.repeat_interleave(repeats, 1)[:, :num_groups].to(weight.scales.dtype), gated)
+        spread = _rows(per_group.repeat_interleave(repeats, 1)[:, :num_groups], gated)
         return F.pad(spread, (0, num_groups - spread.shape[1])).t().contiguous()
 
     if weight.offsets is not None:
-        zeros, form = columns(weight.offsets), FLOAT_OFFSETS
+        zeros, form = columns(weight.offsets.to(weight.scales.dtype)), FLOAT_OFFSETS
     elif weight.zeros is not None:
-        zeros, form = columns(weight.zeros), INTEGER_ZEROS
+        zeros, form = columns(weight.zeros.to(torch.int16)), INTEGER_ZEROS
     else:
         zeros, form = None, SYMMETRIC
     words = words.view(*words.shape[:2], 16, 32)
@@ -134,7 +134,7 @@ def _pack(weight: QuantizedWeight, gated: bool) -> HopperWeight:
 @dataclass(frozen=True)
 class HopperTile:
     block_m: int  # tokens
-    strips: int  # of 64 rows of W; four warps for each
+    strips: int  # of 64 rows of W, each with a consumer of its own
     num_stages: int
 
 
@@ -182,7 +182,9 @@ def matmul(
     launch = _bind(hopper_w4a16.w4a16, plan, activation, packed.geometry, x.device, (m, n_out, x.shape[1]), strides)
     shares = plan.shares
     workspace = stream_workspace(
-        shares.max_slots * plan.tile.strips * STRIP * plan.tile.block_m, shares.max_counters, x.device
+        shares.max_slots * plan.tile.strips * STRIP * plan.tile.block_m,
+        shares.max_counters * plan.tile.strips,
+        x.device,
     )
     bias = None if bias is None else bias.contiguous()
     launch(
@@ -242,7 +244,7 @@ def _bind(
         STRIPS=tile.strips,
         BLOCK_M=tile.block_m,
         STAGES=tile.num_stages,
-        num_warps=4 * tile.strips,
+        num_warps=4,
     )
     static = (
         m,

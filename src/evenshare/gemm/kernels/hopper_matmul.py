@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from evenshare.device.gluon import barrier
+from evenshare.device.gluon import barrier, halves
 from evenshare.device.segments import first_contributor, next_segment, partial_slot, share_begin
 
 PANEL = gl.constexpr(64)  # 16-bit numbers of the widest swizzle, 128 bytes; and the k of a step
@@ -96,23 +96,17 @@ def _produce(a, b, n, worker, num_workers, tiles_m, tiles_n, iters_per_tile, num
 
 
 @gluon.jit
-def _halves(x):
-    """Left and right half of the columns: no register moves."""
-    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
-
-
-@gluon.jit
 def _parts(x):
     """x [rows, 64, 128 or 256] -> a tuple of [rows, 64]: what an epilogue handles at a time without running out of registers."""
     if x.shape[1] == PANEL:
         parts = (x,)
     else:
-        left, right = _halves(x)
+        left, right = halves(x)
         if x.shape[1] == 2 * PANEL:
             parts = (left, right)
         else:
-            a, b = _halves(left)
-            c, d = _halves(right)
+            a, b = halves(left)
+            c, d = halves(right)
             parts = (a, b, c, d)
     return parts
 
@@ -130,7 +124,7 @@ def _store(out, out_ptr, bias_ptr, residual_ptr, out_buf, acc, row, tile_n, m, n
     """As `device.epilogue.store_tile`, 64 columns at a time."""
     COLUMNS: gl.constexpr = acc.shape[1] // 2 if GATED else acc.shape[1]
     if GATED:
-        gate, up = _halves(acc)
+        gate, up = halves(acc)
         parts = _parts(gate)
         ups = _parts(up)
     else:
@@ -177,8 +171,8 @@ def _merge(
 ):
     """The sum of all partials of a tile, in its order. Half by half: the loads of a partial want as many registers as the sum."""
     SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
-    left, right = _halves(acc)
-    left_offsets, right_offsets = _halves(offsets)
+    left, right = halves(acc)
+    left_offsets, right_offsets = halves(offsets)
     left = gl.zeros_like(left)
     right = gl.zeros_like(right)
     for i in range(first, last + 1):

@@ -1,12 +1,12 @@
 """y = activation(x Wᵀ + bias) + residual for Hopper (sm_90), W in 4-bit codes: yᵀ = W xᵀ by an even share of the (tile, k-step) space.
 
 W is the left operand, so its rows fill the M side of the tensor cores and the few tokens are the N. A producer streams k-steps of 128
-columns, their codes, scales and x, into a ring of STAGES buffers and runs ahead over the borders of segments. The consumer's warps take
-16 rows each: one 16-byte load gives a thread the codes of its operand registers for 64 columns, which become 16-bit numbers there by
-and-or and one subtraction, without a shuffle. Each group is summed for itself in float32 and then scaled, so nothing overflows.
+columns, their codes, scales and x, into a ring of STAGES buffers and runs ahead over the borders of segments. Each of STRIPS consumers
+takes 64 rows, so that one multiplies while another unpacks, and of those each warp takes 16: one 16-byte load gives a thread the codes of its operand registers for 64 columns, which become 16-bit numbers there by
+and-or and one subtraction, of the zero point, without a shuffle. Each group is summed for itself in float32 and then scaled, so nothing overflows.
 
 Up to 16 tokens go through mma.sync, which takes 8 at a time and waits for nobody; more through wgmma, which reads x from shared memory.
-What zero points and offsets add is a multiple of the group's sum of x, which one more product, by ones, gives.
+What offsets add is a multiple of the group's sum of x, which one more product, by ones, gives.
 """
 
 from triton.experimental import gluon
@@ -20,15 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from evenshare.device.gluon import barrier
+from evenshare.device.gluon import barrier, halves
 from evenshare.device.segments import first_contributor, next_segment, partial_slot, share_begin
-from evenshare.quant.kernels.dequantize import INTEGER_ZEROS, SYMMETRIC
+from evenshare.quant.kernels.dequantize import FLOAT_OFFSETS, INTEGER_ZEROS, SYMMETRIC
 
 STEP = gl.constexpr(128)  # columns of W
 BLOCK = gl.constexpr(64)  # columns of W in one load, of x in one panel of 128 bytes
 STRIP = gl.constexpr(64)  # rows of W that lie together: four warps'
 PIECES = gl.constexpr(8)  # of a tile's scales: a swizzle repeats after 8
-MIDDLE = gl.constexpr(8.0)
+MIDDLE = gl.constexpr(8)
+MOST_TOKENS = gl.constexpr(128)  # of a tile
 
 
 @gluon.jit
@@ -75,14 +76,15 @@ def _produce(x, words, scales, zeros, worker, num_workers, tiles_m, iters_per_ti
 
 
 @gluon.jit
-def _numbers(words, element: gl.constexpr):
-    """int32 words of eight codes -> four pairs of 16-bit numbers, code - 8, in the order of an operand's registers."""
+def _numbers(words, upper, lower, element: gl.constexpr):
+    """int32 words of eight codes -> four pairs of 16-bit numbers, code - zero, in the order of an operand's registers.
+
+    upper and lower: the zeros of rows 0 to 7 and 8 to 15, as `_as_pair` makes them."""
     if element == gl.bfloat16:
-        # 0x4300 is 128: the code is its lowest bits.
+        # 0x4300 is 128: a code is its lowest bits.
         pairs = gl.inline_asm_elementwise(
             """{
-            .reg .b32 t0, t1, t2, t3, s1, s2, s3, c;
-            mov.b32 c, 0x43084308;
+            .reg .b32 t0, t1, t2, t3, s1, s2, s3;
             shr.u32 s1, $8, 4;
             shr.u32 s2, $8, 8;
             shr.u32 s3, $8, 12;
@@ -90,17 +92,17 @@ def _numbers(words, element: gl.constexpr):
             lop3.b32 t1, s1, 0x000F000F, 0x43004300, 0xEA;
             lop3.b32 t2, s2, 0x000F000F, 0x43004300, 0xEA;
             lop3.b32 t3, s3, 0x000F000F, 0x43004300, 0xEA;
-            sub.bf16x2 t0, t0, c;
-            sub.bf16x2 t1, t1, c;
-            sub.bf16x2 t2, t2, c;
-            sub.bf16x2 t3, t3, c;
+            sub.bf16x2 t0, t0, $9;
+            sub.bf16x2 t1, t1, $10;
+            sub.bf16x2 t2, t2, $9;
+            sub.bf16x2 t3, t3, $10;
             mov.b32 {$0, $1}, t0;
             mov.b32 {$2, $3}, t1;
             mov.b32 {$4, $5}, t2;
             mov.b32 {$6, $7}, t3;
             }""",
-            "=h,=h,=h,=h,=h,=h,=h,=h,r",
-            [words],
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+            [words, upper, lower],
             (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
             True,
             1,
@@ -109,8 +111,7 @@ def _numbers(words, element: gl.constexpr):
         # 0x6400 is 1024.
         pairs = gl.inline_asm_elementwise(
             """{
-            .reg .b32 t0, t1, t2, t3, s1, s2, s3, c;
-            mov.b32 c, 0x64086408;
+            .reg .b32 t0, t1, t2, t3, s1, s2, s3;
             shr.u32 s1, $8, 4;
             shr.u32 s2, $8, 8;
             shr.u32 s3, $8, 12;
@@ -118,17 +119,17 @@ def _numbers(words, element: gl.constexpr):
             lop3.b32 t1, s1, 0x000F000F, 0x64006400, 0xEA;
             lop3.b32 t2, s2, 0x000F000F, 0x64006400, 0xEA;
             lop3.b32 t3, s3, 0x000F000F, 0x64006400, 0xEA;
-            sub.f16x2 t0, t0, c;
-            sub.f16x2 t1, t1, c;
-            sub.f16x2 t2, t2, c;
-            sub.f16x2 t3, t3, c;
+            sub.f16x2 t0, t0, $9;
+            sub.f16x2 t1, t1, $10;
+            sub.f16x2 t2, t2, $9;
+            sub.f16x2 t3, t3, $10;
             mov.b32 {$0, $1}, t0;
             mov.b32 {$2, $3}, t1;
             mov.b32 {$4, $5}, t2;
             mov.b32 {$6, $7}, t3;
             }""",
-            "=h,=h,=h,=h,=h,=h,=h,=h,r",
-            [words],
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+            [words, upper, lower],
             (gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
             True,
             1,
@@ -137,12 +138,19 @@ def _numbers(words, element: gl.constexpr):
 
 
 @gluon.jit
-def _operand(words, element: gl.constexpr, operand: gl.constexpr):
+def _as_pair(zero, element: gl.constexpr):
+    """Integers 0 to 127 -> what `_numbers` subtracts: one more than 128, or 1024, twice, in 32 bits."""
+    one: gl.constexpr = 0x4300 if element == gl.bfloat16 else 0x6400
+    return (zero | one) | (zero | one) << 16
+
+
+@gluon.jit
+def _operand(words, upper, lower, element: gl.constexpr, operand: gl.constexpr):
     """[warps, 8, 4, steps of 16 columns] words -> [16 warps, columns] numbers: the left operand, every register where it is."""
-    a0, a1, b0, b1, c0, c1, d0, d1 = _numbers(words, element)
-    upper = gl.join(gl.join(a0, a1), gl.join(c0, c1))  # rows 0 to 7 of the warp's 16; then pair, half of the 16 columns
-    lower = gl.join(gl.join(b0, b1), gl.join(d0, d1))
-    numbers = gl.join(upper, lower)  # [warp, row, quad, step, pair, half, upper or lower]
+    a0, a1, b0, b1, c0, c1, d0, d1 = _numbers(words, upper, lower, element)
+    top = gl.join(gl.join(a0, a1), gl.join(c0, c1))  # rows 0 to 7 of the warp's 16; then pair, half of the 16 columns
+    bottom = gl.join(gl.join(b0, b1), gl.join(d0, d1))
+    numbers = gl.join(top, bottom)  # [warp, row, quad, step, pair, half, upper or lower]
     numbers = gl.permute(numbers, [0, 6, 1, 3, 5, 2, 4])
     ROWS: gl.constexpr = 16 * words.shape[0]
     numbers = gl.reshape(numbers, [ROWS, 16 * words.shape[3]])
@@ -167,33 +175,81 @@ def _parts(words, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(a, x_buf, acc, layout: gl.constexpr):
-    """acc + a [rows, columns] x_buf [tokens, columns]ᵀ."""
+def _multiply(a, x_buf, acc, is_first: gl.constexpr, layout: gl.constexpr):
+    """a [rows, columns] x_buf [tokens, columns]ᵀ, and acc unless it is the first of a sum."""
     if layout.version[0] == 2:
         right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
-        acc = mma_v2(a, x_buf.permute([1, 0]).load(right), acc)
+        acc = mma_v2(a, x_buf.permute([1, 0]).load(right), gl.zeros_like(acc) if is_first else acc)
     else:
-        token = warpgroup_mma(a, x_buf.permute([1, 0]), acc, is_async=True)
+        token = warpgroup_mma(a, x_buf.permute([1, 0]), acc, use_acc=not is_first, is_async=True)
         acc = warpgroup_mma_wait(0, (token,))
     return acc
 
 
 @gluon.jit
-def _per_row(buf, group: gl.constexpr, by_piece: gl.constexpr, layout: gl.constexpr):
-    """The values of a group, float32 [rows, 1]."""
-    values = buf.slice(group * PIECES, PIECES, 0).load(by_piece)
-    values = gl.convert_layout(
-        gl.reshape(values, [PIECES * buf.shape[1]]), gl.SliceLayout(1, layout), assert_trivial=True
-    )
-    return values.to(gl.float32).expand_dims(1)
+def _strip(values, number: gl.constexpr):
+    """[64 STRIPS] -> the values of a strip: no register moves, and what is not asked for is not loaded."""
+    STRIPS: gl.constexpr = values.shape[0] // STRIP
+    if STRIPS == 2:
+        first, second = gl.split(gl.permute(gl.reshape(values, [2, STRIP]), [1, 0]))
+        strips = (first, second)
+    else:
+        even, odd = gl.split(gl.permute(gl.reshape(values, [2, 2, STRIP]), [2, 0, 1]))
+        a, c = gl.split(even)
+        b, d = gl.split(odd)
+        strips = (a, b, c, d)
+    return strips[number]
 
 
 @gluon.jit
-def _store(out_ptr, bias_ptr, residual_ptr, acc, tile_n, token, m, n, stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+def _of_group(buf, group: gl.constexpr, number: gl.constexpr, by_piece: gl.constexpr, layout: gl.constexpr):
+    """The values of a group for a strip, [rows]."""
+    values = buf.slice(group * PIECES, PIECES, 0).load(by_piece)
+    values = _strip(gl.reshape(values, [PIECES * buf.shape[1]]), number)
+    return gl.convert_layout(values, gl.SliceLayout(1, layout), assert_trivial=True)
+
+
+@gluon.jit
+def _zeros(zeros, words, element: gl.constexpr):
+    """Zero points [rows] -> (those of the upper and of the lower rows) beside each of `words`."""
+    by_warp = gl.permute(gl.reshape(zeros.to(gl.int32), [4, 2, 8]), [0, 2, 1])
+    upper, lower = gl.split(by_warp)
+    beside: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, words.type.layout))
+    upper = gl.convert_layout(_as_pair(upper, element), beside, assert_trivial=True)
+    lower = gl.convert_layout(_as_pair(lower, element), beside, assert_trivial=True)
+    none = gl.zeros_like(words)
+    return upper.expand_dims(2).expand_dims(3) + none, lower.expand_dims(2).expand_dims(3) + none
+
+
+@gluon.jit
+def _sum_partials(offsets, partials_ptr, first, last, tile_begin, tail, num_workers, SIZE: gl.constexpr):
+    acc = gl.zeros_like(offsets).to(gl.float32)
+    for i in range(first, last + 1):
+        slot = partial_slot(i, tile_begin, tail, num_workers).to(gl.int64)
+        acc += gl.load(partials_ptr + slot * SIZE + offsets)
+    return acc
+
+
+@gluon.jit
+def _merge(offsets, partials_ptr, first, last, tile_begin, tail, num_workers, SIZE: gl.constexpr):
+    """The sum of all partials of a tile, in its order. Of many tokens half by half: loads want as many registers as the sum."""
+    if offsets.shape[1] == MOST_TOKENS:
+        left, right = halves(offsets)
+        left = _sum_partials(left, partials_ptr, first, last, tile_begin, tail, num_workers, SIZE)
+        right = _sum_partials(right, partials_ptr, first, last, tile_begin, tail, num_workers, SIZE)
+        acc = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [offsets.shape[0], offsets.shape[1]])
+        acc = gl.convert_layout(acc, offsets.type.layout, assert_trivial=True)
+    else:
+        acc = _sum_partials(offsets, partials_ptr, first, last, tile_begin, tail, num_workers, SIZE)
+    return acc
+
+
+@gluon.jit
+def _store(out_ptr, bias_ptr, residual_ptr, acc, strip, token, m, n, stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
            ACTIVATION: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
     """As `device.epilogue.store_tile`, transposed. Of a gated weight each 16 rows are 8 of the gate and the 8 of up that belong to them."""
     if bias_ptr is not None:
-        rows = tile_n * acc.shape[0] + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
+        rows = strip * acc.shape[0] + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
         if GATED:
             rows = rows // 16 * 8 + rows % 8 + (rows // 8 % 2) * n
             acc += gl.load(bias_ptr + rows, mask=rows < 2 * n, other=0.0).to(gl.float32).expand_dims(1)
@@ -206,7 +262,7 @@ def _store(out_ptr, bias_ptr, residual_ptr, acc, tile_n, token, m, n, stride_out
     else:
         y = ACTIVATION(acc)
     layout: gl.constexpr = y.type.layout
-    at = tile_n * y.shape[0] + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, layout))
+    at = strip * y.shape[0] + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, layout))
     tokens = token + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, layout))
     mask = (at < n).expand_dims(1) & (tokens < m).expand_dims(0)
     at = at.to(gl.int64).expand_dims(1)
@@ -219,31 +275,60 @@ def _store(out_ptr, bias_ptr, residual_ptr, acc, tile_n, token, m, n, stride_out
 
 
 @gluon.jit
-def _consume(bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, m, n,
+def _add_part(at: gl.constexpr, words, x_buf, scale_buf, zero_buf, acc, sums, x_sums, ones, number: gl.constexpr,
+              by_piece: gl.constexpr, layout: gl.constexpr, operand: gl.constexpr, GROUP_SIZE: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
+    """Part `at` of a step, of a group's columns or 64, multiplied by x; the group's sums are scaled and added to acc after its last one."""
+    element: gl.constexpr = x_buf.dtype
+    PARTS: gl.constexpr = max(BLOCK // GROUP_SIZE, 1)
+    GROUPS: gl.constexpr = max(STEP // GROUP_SIZE, 1)
+    COLUMNS: gl.constexpr = BLOCK // PARTS
+    GROUP: gl.constexpr = at % GROUPS
+    IS_FIRST: gl.constexpr = GROUPS > 1 or at == 0
+    if PARTS > 1:
+        x_buf = x_buf.slice(at % PARTS * COLUMNS, COLUMNS, 1)
+    if FORM == INTEGER_ZEROS:
+        upper, lower = _zeros(_of_group(zero_buf, GROUP, number, by_piece, layout), words, element)
+    else:
+        upper = _as_pair(gl.zeros_like(words) + MIDDLE, element)
+        lower = upper
+    a = _operand(words, upper, lower, element, operand)
+    sums = _multiply(a, x_buf, sums, IS_FIRST, layout)
+    if FORM == FLOAT_OFFSETS:
+        x_sums = _multiply(ones, x_buf, x_sums, IS_FIRST, layout)
+    if GROUPS > 1 or at == 1:
+        scale = _of_group(scale_buf, GROUP, number, by_piece, layout).to(gl.float32).expand_dims(1)
+        acc += sums * scale
+        if FORM == FLOAT_OFFSETS:
+            offset = _of_group(zero_buf, GROUP, number, by_piece, layout).to(gl.float32).expand_dims(1)
+            acc += x_sums * (offset + MIDDLE * scale)
+    return acc, sums, x_sums
+
+
+@gluon.jit
+def _consume(number: gl.constexpr, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, m, n,
              stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
              worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
              x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
              GROUP_SIZE: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
              STRIPS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    WARPS: gl.constexpr = 4 * STRIPS
-    ROWS: gl.constexpr = STRIPS * STRIP
+    """Four warps: the strip `number` of every tile."""
     element: gl.constexpr = x_bufs.dtype
     version: gl.constexpr = [2, 0] if BLOCK_M <= 16 else [3, 0]
     instruction: gl.constexpr = [16, 8] if BLOCK_M <= 16 else [16, BLOCK_M, 16]
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=version, warps_per_cta=[WARPS, 1], instr_shape=instruction)
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=version, warps_per_cta=[4, 1], instr_shape=instruction)
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    thread_order: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
-    # Of 8 pieces of the rows' values those that a thread of `layout` has: lanes, registers and warps count rows.
-    warp_bases: gl.constexpr = [[1, 0], [2, 0], [4, 0]] if STRIPS == 2 else [[0, 16], [1, 0], [2, 0], [4, 0]]
+    thread_order: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    # Of 8 pieces of the rows' values those that a thread of `layout` has: lanes, registers and warps count rows, registers the strips.
+    warp_bases: gl.constexpr = [[1, 0], [2, 0]] if STRIPS == 2 else [[0, 16], [1, 0]]
+    registers: gl.constexpr = [[0, 8], [4, 0]] if STRIPS == 2 else [[0, 8], [2, 0], [4, 0]]
     by_piece: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 8]], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], warp_bases, [], [PIECES, PIECES * STRIPS]
+        registers, [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], warp_bases, [], [PIECES, PIECES * STRIPS]
     )
-    GROUPS: gl.constexpr = max(STEP // GROUP_SIZE, 1)
     PARTS: gl.constexpr = max(BLOCK // GROUP_SIZE, 1)  # of 64 columns
-    COLUMNS: gl.constexpr = BLOCK // PARTS
-    ones = gl.full([ROWS, COLUMNS], 1.0, element, operand)
-    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, layout)
-    offsets = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)).expand_dims(1) * BLOCK_M
+    ones = gl.full([STRIP, BLOCK // PARTS], 1.0, element, operand)
+    sums = gl.zeros([STRIP, BLOCK_M], gl.float32, layout)  # of a group: codes less their zero points, times x
+    x_sums = sums  # of x alone
+    offsets = (number * STRIP + gl.arange(0, STRIP, layout=gl.SliceLayout(1, layout))).expand_dims(1) * BLOCK_M
     offsets += gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout)).expand_dims(0)
 
     stage = 0
@@ -256,56 +341,48 @@ def _consume(bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, m, n,
             tile, position, share_end, iters_per_tile, num_whole, num_workers
         )
         tile_n = current // tiles_m
-        acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout)
+        acc = gl.zeros([STRIP, BLOCK_M], gl.float32, layout)
         for _ in range(begin, end):
             mbarrier.wait(full.index(stage), phase)
             scale_buf = scale_bufs.index(stage)
             zero_buf = zero_bufs.index(stage)
-            sums = nothing
-            x_sums = nothing
             for half in gl.static_range(2):
-                words = word_bufs.index(2 * stage + half).load(thread_order)
-                parts = _parts(gl.reshape(words, [WARPS, 8, 4, 4]), PARTS)
+                words = word_bufs.index(2 * stage + half).slice(number * 16, 16, 0).load(thread_order)
+                parts = _parts(gl.reshape(words, [4, 8, 4, 4]), PARTS)
                 for part in gl.static_range(PARTS):
-                    x_buf = x_bufs.index(2 * stage + half)
-                    if PARTS > 1:
-                        x_buf = x_buf.slice(part * COLUMNS, COLUMNS, 1)
-                    sums = _multiply(_operand(parts[part], element, operand), x_buf, sums, layout)
-                    if FORM != SYMMETRIC:
-                        x_sums = _multiply(ones, x_buf, x_sums, layout)
-                    if GROUPS > 1 or half == 1:
-                        scale = _per_row(scale_buf, (half * PARTS + part) % GROUPS, by_piece, layout)
-                        acc += sums * scale
-                        if FORM != SYMMETRIC:
-                            zero = _per_row(zero_buf, (half * PARTS + part) % GROUPS, by_piece, layout)
-                            if FORM == INTEGER_ZEROS:
-                                acc += x_sums * ((MIDDLE - zero) * scale)
-                            else:
-                                acc += x_sums * (zero + MIDDLE * scale)
-                        sums = nothing
-                        x_sums = nothing
+                    acc, sums, x_sums = _add_part(
+                        half * PARTS + part, parts[part], x_bufs.index(2 * stage + half), scale_buf, zero_buf,
+                        acc, sums, x_sums, ones, number, by_piece, layout, operand, GROUP_SIZE, FORM)  # fmt: skip
             barrier()
-            mbarrier.arrive(empty.index(stage), count=1)  # all warps have read the step
+            mbarrier.arrive(empty.index(stage), count=1)  # all four warps have read the step
             stage, phase = _next(stage, phase, STAGES)
         complete = end - begin == iters_per_tile
         if not complete:
             tile_begin = split_tile * iters_per_tile
             slot = partial_slot(worker, tile_begin, tail, num_workers).to(gl.int64)
-            gl.store(partials_ptr + slot * (ROWS * BLOCK_M) + offsets, acc)
+            gl.store(partials_ptr + slot * (STRIPS * STRIP * BLOCK_M) + offsets, acc)
             first = first_contributor(tile_begin, tail, num_workers).to(gl.int32)
             last = first_contributor(tile_begin + iters_per_tile - 1, tail, num_workers).to(gl.int32)
             barrier()
-            complete = gl.atomic_add(counters_ptr + split_tile, 1, sem="acq_rel") == last - first
+            counter_ptr = counters_ptr + split_tile * STRIPS + number
+            complete = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == last - first
             if complete:
-                gl.store(counters_ptr + split_tile, 0)
-                acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout)
-                for i in range(first, last + 1):
-                    slot = partial_slot(i, tile_begin, tail, num_workers).to(gl.int64)
-                    acc += gl.load(partials_ptr + slot * (ROWS * BLOCK_M) + offsets)
+                gl.store(counter_ptr, 0)
+                acc = _merge(
+                    offsets, partials_ptr, first, last, tile_begin, tail, num_workers, STRIPS * STRIP * BLOCK_M
+                )
         if complete:
             token = (current - tile_n * tiles_m) * BLOCK_M
-            _store(out_ptr, bias_ptr, residual_ptr, acc, tile_n, token, m, n, stride_out_m, stride_out_n,
-                   stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
+            strip = tile_n * STRIPS + number
+            if BLOCK_M == MOST_TOKENS:
+                left, right = halves(acc)
+                _store(out_ptr, bias_ptr, residual_ptr, left, strip, token, m, n, stride_out_m, stride_out_n,
+                       stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
+                _store(out_ptr, bias_ptr, residual_ptr, right, strip, token + BLOCK_M // 2, m, n, stride_out_m, stride_out_n,
+                       stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
+            else:
+                _store(out_ptr, bias_ptr, residual_ptr, acc, strip, token, m, n, stride_out_m, stride_out_n,
+                       stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["m", "num_workers", "num_tiles", "iters_per_tile", "num_whole"])
@@ -317,7 +394,7 @@ def w4a16(x, words, scales, zeros, bias_ptr, residual_ptr, out_ptr, partials_ptr
     """One worker of a `UniformPlan` of tiles [64 STRIPS rows of W, BLOCK_M tokens]; n: columns of out.
 
     TMA descriptors: x, boxes [BLOCK_M, 64] of [m, k]; words, boxes [STRIPS, 1, 16, 32] of int32 [strips, k / 64, 16, 32] in the order of
-    `hopper_packing`; scales and zeros, boxes [groups of a step, 8, 8 STRIPS] of [groups, pieces, 8 STRIPS] in 16 bits.
+    `hopper_packing`; scales and zeros (int16 if they are zero points), boxes [groups of a step, 8, 8 STRIPS] of [groups, pieces, 8 STRIPS] in 16 bits.
     """
     panel: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     word_panel: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -334,22 +411,62 @@ def w4a16(x, words, scales, zeros, bias_ptr, residual_ptr, out_ptr, partials_ptr
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=STRIPS)
     fence_async_shared()
     worker = gl.program_id(0)
     tiles_m = (m + BLOCK_M - 1) // BLOCK_M
     tail = (num_tiles - num_whole) * iters_per_tile
-    gl.warp_specialize(
-        [
-            (_consume, (bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, m, n,
-                        stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
-                        worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
-                        x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
-                        GROUP_SIZE, FORM, ACTIVATION, GATED, STRIPS, BLOCK_M, STAGES)),
-            (_produce, (x, words, scales, zeros, worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
-                        x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
-                        GROUP_SIZE, FORM, STRIPS, BLOCK_M, STAGES)),
-        ],
-        [1],
-        [40],
-    )  # fmt: skip
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    THIRD: gl.constexpr = 2
+    FOURTH: gl.constexpr = 3
+    if STRIPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (FIRST, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, m, n,
+                            stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+                            worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
+                            x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
+                            GROUP_SIZE, FORM, ACTIVATION, GATED, STRIPS, BLOCK_M, STAGES)),
+                (_consume, (SECOND, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, m, n,
+                            stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+                            worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
+                            x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
+                            GROUP_SIZE, FORM, ACTIVATION, GATED, STRIPS, BLOCK_M, STAGES)),
+                (_produce, (x, words, scales, zeros, worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
+                            x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
+                            GROUP_SIZE, FORM, STRIPS, BLOCK_M, STAGES)),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (FIRST, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, m, n,
+                            stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+                            worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
+                            x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
+                            GROUP_SIZE, FORM, ACTIVATION, GATED, STRIPS, BLOCK_M, STAGES)),
+                (_consume, (SECOND, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, m, n,
+                            stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+                            worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
+                            x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
+                            GROUP_SIZE, FORM, ACTIVATION, GATED, STRIPS, BLOCK_M, STAGES)),
+                (_consume, (THIRD, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, m, n,
+                            stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+                            worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
+                            x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
+                            GROUP_SIZE, FORM, ACTIVATION, GATED, STRIPS, BLOCK_M, STAGES)),
+                (_consume, (FOURTH, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, m, n,
+                            stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+                            worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
+                            x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
+                            GROUP_SIZE, FORM, ACTIVATION, GATED, STRIPS, BLOCK_M, STAGES)),
+                (_produce, (x, words, scales, zeros, worker, num_workers, tiles_m, iters_per_tile, num_whole, tail,
+                            x_bufs, word_bufs, scale_bufs, zero_bufs, full, empty,
+                            GROUP_SIZE, FORM, STRIPS, BLOCK_M, STAGES)),
+            ],
+            [4, 4, 4, 1],
+            [112, 112, 112, 40],
+        )  # fmt: skip

@@ -281,8 +281,14 @@ def hopper_w4a16_specs() -> Iterator[Spec]:
         ("fp16", 64, 2, 8, 32, "offsets", None, 70),
         ("bf16", 128, 2, 5, 128, "symmetric", None, 0),
         ("bf16", 128, 2, 5, 16, "zeros", None, 22),
+        ("bf16", 8, 4, 10, 32, "e2m1", None, 0),
+        ("fp16", 16, 4, 8, 16, "e2m1", None, 0),
+        ("bf16", 8, 4, 10, 64, "nf4", "relu", 0),
+        ("bf16", 64, 2, 8, 16, "e2m1", None, 0),
+        ("bf16", 128, 2, 5, 64, "nf4", None, 6),
     ]
-    forms = {"symmetric": dequantize.SYMMETRIC, "zeros": dequantize.INTEGER_ZEROS, "offsets": dequantize.FLOAT_OFFSETS}
+    forms = {"symmetric": dequantize.SYMMETRIC, "zeros": dequantize.INTEGER_ZEROS, "offsets": dequantize.FLOAT_OFFSETS,
+             "e2m1": dequantize.E2M1, "nf4": dequantize.NF4}  # fmt: skip
 
     def boxes(dtype: str, shape: list[int], width: int, bits: int) -> str:
         layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=len(shape))
@@ -294,9 +300,10 @@ def hopper_w4a16_specs() -> Iterator[Spec]:
         constants |= {"BLOCK_M": block_m, "num_warps": 4}
         types = pointers(dtype, "bias", "residual", "out") | pointers("fp32", "partials") | pointers("i32", "counters")
         types |= {"x": boxes(dtype, [block_m, 64], 128, 16), "words": boxes("i32", [strips, 1, 16, 32], 128, 32)}
-        types["scales"] = boxes(dtype, [128 // group, 8, 8 * strips], 16 * strips, 16)
+        scale = "fp32" if form == "nf4" else dtype
+        types["scales"] = boxes(scale, [128 // group, 8, 8 * strips], strips * int(scale[-2:]), int(scale[-2:]))
         types["zeros"] = boxes("i16" if form == "zeros" else dtype, [128 // group, 8, 8 * strips], 16 * strips, 16)
-        if form == "symmetric":
+        if form not in ("zeros", "offsets"):
             del types["zeros"]
             constants["zeros"] = None
         yield Spec(

@@ -40,11 +40,34 @@ def _codes_text(magic: int, kind: str) -> str:
     return f"{{ .reg .b32 t0, t1, t2, t3, s1, s2, s3; {shifts} {picks} {subtractions} {moves} }}"
 
 
+def _look_up(words: torch.Tensor, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """int32 words of eight codes and a table's low and high bytes, four words of each -> int16 numbers, nibble by nibble."""
+    table = torch.stack([entry.flatten()[0] for entry in tables]).view(torch.uint8).to(torch.int32)
+    numbers = (table[:16] | table[16:] << 8).to(torch.int16)
+    return tuple(numbers[(words >> 4 * nibble & 15).long()] for nibble in range(8))
+
+
+_PICK = (
+    "prmt.b32 a, $9, $10, {l}; prmt.b32 b, $11, $12, {l}; prmt.b32 p, a, b, {c}; "
+    "prmt.b32 a, $13, $14, {l}; prmt.b32 b, $15, $16, {l}; prmt.b32 q, a, b, {c}; "
+    "prmt.b32 a, p, q, 0x5140; prmt.b32 b, p, q, 0x7362; "
+)
+_LOOK_UP_TEXT = (
+    "{ .reg .b32 l, h, c, d, a, b, p, q; and.b32 l, $8, 0x77777777; shr.u32 c, $8, 1; "
+    "lop3.b32 c, c, 0x44444444, 0x32103210, 0xEA; shr.u32 h, l, 16; shr.u32 d, c, 16; "
+    + _PICK.format(l="l", c="c")
+    + "mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; "
+    + _PICK.format(l="h", c="d")
+    + "mov.b32 {$4, $5}, a; mov.b32 {$6, $7}, b; }"
+)
+
+
 INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "cvt.rn.bf16x2.f32 $0, $2, $1;": _pack(torch.bfloat16),
     "cvt.rn.f16x2.f32 $0, $2, $1;": _pack(torch.float16),
     _codes_text(0x4300, "bf16x2"): _codes(torch.bfloat16, 128),
     _codes_text(0x6400, "f16x2"): _codes(torch.float16, 1024),
+    _LOOK_UP_TEXT: _look_up,
     "{ .reg .b32 t; .reg .b16 low, high; prmt.b32 t, $2, 0, 0x3120; mov.b32 {low, high}, t; "
     "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }": _widen_fp8,
 }

@@ -252,7 +252,9 @@ def _assembly(text: str, constraints: str, arguments: list[Any], dtype: Any, is_
     if key not in INSTRUCTIONS:
         raise NotImplementedError(f"inline_asm_elementwise: tests/emulator/assembly.py does not know {key!r}")
     result = INSTRUCTIONS[key](*(_data(a) for a in arguments))
-    return tuple(map(Tensor, result)) if isinstance(result, tuple) else Tensor(result)
+    if isinstance(result, tuple):  # registers of 16 bits may come as such
+        return tuple(Tensor(value.view(TORCH_DTYPES[kind])) for value, kind in zip(result, dtype, strict=True))
+    return Tensor(result)
 
 
 def _tick() -> Scalar:

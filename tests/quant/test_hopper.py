@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from evenshare.device.target import Target
 from evenshare.quant import QuantizedWeight, hopper, launch, quantize
+from evenshare.quant.encodings import CODEBOOKS
 from evenshare.quant.kernels import hopper_w4a16
 from tests.emulator import Emulated
 
@@ -42,6 +43,10 @@ def target(num_sms: int = 5) -> Target:
 
 def random_weight(n: int, k: int, group_size: int, form: str, dtype: torch.dtype = BF16) -> QuantizedWeight:
     weight = torch.randn(n, k)
+    if form in CODEBOOKS:
+        codes = torch.randint(256, (n, k // 2), dtype=torch.uint8)
+        groups = 1 if group_size == -1 else -(-k // group_size)
+        return QuantizedWeight(codes, torch.rand(n, groups).to(dtype) + 0.1, k, group_size, encoding=form)
     if form == "symmetric":
         return quantize(weight, group_size, scale_dtype=dtype)
     return quantize(weight, group_size, symmetric=False, zero_points=form, scale_dtype=dtype)
@@ -81,11 +86,18 @@ def check(x: torch.Tensor, weight: QuantizedWeight, activation: str | None = Non
     assert float((got.double() - want).abs().max()) <= float(budget)
 
 
-@pytest.mark.parametrize("form", ["symmetric", "integer", "float"])
+@pytest.mark.parametrize("form", ["symmetric", "integer", "float", *CODEBOOKS])
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128, 256, -1])
 def test_groups_and_forms(group_size: int, form: str) -> None:
     for dtype in (BF16, FP16):
         check(torch.randn(5, 768).to(dtype), random_weight(80, 768, group_size, form, dtype))
+
+
+@pytest.mark.parametrize("scale_dtype", [BF16, FP16, torch.float32])
+@pytest.mark.parametrize("form", ["symmetric", "integer", "float", *CODEBOOKS])
+def test_scales_of_another_dtype(form: str, scale_dtype: torch.dtype) -> None:
+    for m, dtype in ((3, BF16), (20, FP16)):
+        check(torch.randn(m, 256).to(dtype), random_weight(140, 256, 32, form, scale_dtype))
 
 
 @pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 33, 64, 65, 200])

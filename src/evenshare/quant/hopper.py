@@ -14,8 +14,10 @@ from evenshare.device.epilogue import get_activation
 from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
+from evenshare.quant.encodings import CODEBOOKS
 from evenshare.quant.kernels import hopper_w4a16
-from evenshare.quant.kernels.dequantize import FLOAT_OFFSETS, INTEGER_ZEROS, SYMMETRIC
+from evenshare.quant.kernels.dequantize import FLOAT_OFFSETS, INTEGER_ZEROS
+from evenshare.quant.packing import FORMS
 from evenshare.quant.weight import QuantizedWeight
 from evenshare.schedule.plan import UniformPlan
 from evenshare.schedule.uniform import uniform_plan
@@ -37,6 +39,8 @@ class Geometry:
 
     form: int
     group_size: int  # at most the columns of a step: a larger one is repeated
+    scale_bits: int
+    zero_bits: int  # 0: there are none
     num_strips: int
     num_blocks: int
 
@@ -46,27 +50,19 @@ class HopperWeight:
     """Operands of `kernels.hopper_w4a16`. Padding is zero, scales included, so padded weights are zero."""
 
     words: torch.Tensor  # int32 [strips, blocks, 16, 32]: 64 x 64 codes in the order of the tensor cores' registers
-    scales: torch.Tensor  # 16 bits [groups, padded rows]
+    scales: torch.Tensor  # [groups, padded rows]
     zeros: torch.Tensor | None  # as scales: offsets, or zero points in int16
     geometry: Geometry
-
-    @property
-    def group_size(self) -> int:
-        return self.geometry.group_size
-
-    @property
-    def num_steps(self) -> int:
-        return self.geometry.num_blocks * BLOCK // STEP
 
 
 def refusal(dtype: torch.dtype, weight: QuantizedWeight, target: Target) -> str | None:
     """Why products of activations of `dtype` run on the portable kernel instead, or None."""
     if not USE_HOPPER or target.capability != HOPPER:
         return "the kernel is for compute capability 9.0"
-    if weight.bits != 4 or weight.encoding != "integer":
-        return "the kernel takes 4-bit integers"
-    if dtype not in (torch.float16, torch.bfloat16) or weight.scales.dtype not in (torch.float16, torch.bfloat16):
-        return "the kernel takes 16-bit x and scales"
+    if weight.bits != 4:
+        return "the kernel takes 4-bit codes"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "the kernel takes 16-bit x"
     return None
 
 
@@ -106,11 +102,13 @@ def _pack(weight: QuantizedWeight, gated: bool) -> HopperWeight:
     codes = _rows(F.pad(weight.unpacked_codes(), (0, -weight.stored_k % STEP)), gated)
     # [strip, block, warp, row, quad, step of 16, half of it, upper or lower 8 rows, pair]
     codes = codes.view(-1, 4, 2, 8, codes.shape[1] // BLOCK, 4, 2, 4, 2).permute(0, 4, 1, 3, 7, 5, 6, 2, 8)
+    in_table = weight.encoding in CODEBOOKS
     words = torch.zeros(codes.shape[:6], dtype=torch.int32, device=weight.device)
     for half in range(2):
         for lower in range(2):
             for pair in range(2):
-                words |= codes[..., half, lower, pair].to(torch.int32) << 4 * (2 * half + lower) + 16 * pair
+                nibble = 2 * (2 * half + lower) + pair if in_table else 2 * half + lower + 4 * pair
+                words |= codes[..., half, lower, pair].to(torch.int32) << 4 * nibble
     num_steps = words.shape[1] * BLOCK // STEP
     repeats = max(weight.group_size // STEP, 1) if weight.num_groups > 1 else num_steps
     group_size = STEP if weight.num_groups == 1 else min(weight.group_size, STEP)
@@ -125,9 +123,10 @@ def _pack(weight: QuantizedWeight, gated: bool) -> HopperWeight:
     elif weight.zeros is not None:
         zeros, form = columns(weight.zeros.to(torch.int16)), INTEGER_ZEROS
     else:
-        zeros, form = None, SYMMETRIC
+        zeros, form = None, FORMS[weight.encoding]
     words = words.view(*words.shape[:2], 16, 32)
-    geometry = Geometry(form.value, group_size, *words.shape[:2])
+    bits = (0 if values is None else 8 * values.element_size() for values in (weight.scales, zeros))
+    geometry = Geometry(form.value, group_size, *bits, *words.shape[:2])
     return HopperWeight(words, columns(weight.scales), zeros, geometry)
 
 
@@ -138,11 +137,11 @@ class HopperTile:
     num_stages: int
 
 
-def choose_tile(m: int, group_size: int, symmetric: bool) -> HopperTile:
+def choose_tile(m: int, group_size: int, bits_per_group: int) -> HopperTile:
     """Few tokens: as few as the tensor cores take, and all of shared memory for the weight. Many: what the registers hold."""
     block_m = next((size for size in (8, 16, 32, 64) if m <= size), 128)
     strips = 4 if block_m <= 16 else 2
-    scale_bytes = max(STEP // group_size, 1) * strips * STRIP * 2 * (1 if symmetric else 2)
+    scale_bytes = max(STEP // group_size, 1) * strips * STRIP * bits_per_group // 8
     stage_bytes = strips * STRIP * STEP // 2 + block_m * STEP * 2 + scale_bytes
     return HopperTile(block_m, strips, min(SHARED_BYTES // stage_bytes, MAX_STAGES))
 
@@ -154,9 +153,10 @@ class HopperPlan:
 
 
 @lru_cache(maxsize=4096)
-def plan_matmul(m: int, n: int, num_steps: int, group_size: int, symmetric: bool, num_sms: int) -> HopperPlan:
+def plan_matmul(m: int, n: int, weight: Geometry, num_sms: int) -> HopperPlan:
     """Tile and shares of m tokens by n rows of W, a pure function."""
-    tile = choose_tile(m, group_size, symmetric)
+    num_steps = weight.num_blocks * BLOCK // STEP
+    tile = choose_tile(m, weight.group_size, weight.scale_bits + weight.zero_bits)
     num_tiles = -(-m // tile.block_m) * -(-n // (tile.strips * STRIP))
     num_workers = max(num_tiles, num_tiles * num_steps // MIN_STEPS_PER_SHARE)
     return HopperPlan(tile, uniform_plan(num_tiles, num_steps, min(num_workers, num_sms)))
@@ -177,7 +177,7 @@ def matmul(
         x = weight.gather(x)
     x = _for_tma(x)
     m, n_out = out.shape
-    plan = plan_matmul(m, weight.n, packed.num_steps, packed.group_size, packed.zeros is None, target.num_sms)
+    plan = plan_matmul(m, weight.n, packed.geometry, target.num_sms)
     strides = (x.stride(0), *out.stride(), *((0, 0) if residual is None else residual.stride()))
     launch = _bind(hopper_w4a16.w4a16, plan, activation, packed.geometry, x.device, (m, n_out, x.shape[1]), strides)
     shares = plan.shares
@@ -222,18 +222,22 @@ def _bind(
     piece = PIECES * tile.strips
     num_strips, num_blocks = weight.num_strips, weight.num_blocks
     padded_n = num_strips * STRIP
-    scale_box = Box(
-        (num_blocks * BLOCK // weight.group_size, padded_n // piece, piece),
-        (padded_n, piece, 1),
-        (STEP // weight.group_size, PIECES, piece),
-        layout(2 * piece, 16, 3),
-    )
+
+    def per_group(bits: int) -> Box:
+        shape = (num_blocks * BLOCK // weight.group_size, padded_n // piece, piece)
+        box = (STEP // weight.group_size, PIECES, piece)
+        return Box(shape, (padded_n, piece, 1), box, layout(piece * bits // 8, bits, 3))
+
     words = Box(
         (num_strips, num_blocks, 16, 32), (num_blocks * 512, 512, 32, 1), (tile.strips, 1, 16, 32), layout(128, 32, 4)
     )
-    boxes = {0: Box((m, k), (strides[0], 1), (tile.block_m, BLOCK), layout(128, 16, 2)), 1: words, 2: scale_box}
-    if weight.form != SYMMETRIC.value:
-        boxes[3] = scale_box
+    boxes = {
+        0: Box((m, k), (strides[0], 1), (tile.block_m, BLOCK), layout(128, 16, 2)),
+        1: words,
+        2: per_group(weight.scale_bits),
+    }
+    if weight.zero_bits:
+        boxes[3] = per_group(weight.zero_bits)
     launcher = get_launcher(
         kernel,
         9,

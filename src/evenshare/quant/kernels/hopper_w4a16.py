@@ -22,13 +22,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from evenshare.device.gluon import barrier, halves
 from evenshare.device.segments import first_contributor, next_segment, partial_slot, share_begin
-from evenshare.quant.kernels.dequantize import FLOAT_OFFSETS, INTEGER_ZEROS, SYMMETRIC
+from evenshare.quant import encodings
+from evenshare.quant.encodings import byte_tables
+from evenshare.quant.kernels.dequantize import E2M1, FLOAT_OFFSETS, INTEGER_ZEROS, NF4
 
 STEP = gl.constexpr(128)  # columns of W
 BLOCK = gl.constexpr(64)  # columns of W in one load, of x in one panel of 128 bytes
 STRIP = gl.constexpr(64)  # rows of W that lie together: four warps'
 PIECES = gl.constexpr(8)  # of a tile's scales: a swizzle repeats after 8
 MIDDLE = gl.constexpr(8)
+E2M1_BFLOAT16, E2M1_FLOAT16 = (gl.constexpr(byte_tables(encodings.E2M1, wide)) for wide in (True, False))
+NF4_BFLOAT16, NF4_FLOAT16 = (gl.constexpr(byte_tables(encodings.NF4, wide)) for wide in (True, False))
 MOST_TOKENS = gl.constexpr(128)  # of a tile
 
 
@@ -46,7 +50,11 @@ def _produce(x, words, scales, zeros, worker, num_workers, tiles_m, iters_per_ti
     """One warp."""
     GROUPS: gl.constexpr = max(STEP // GROUP_SIZE, 1)  # of a step
     WORD_BYTES: gl.constexpr = STRIPS * STRIP * STEP // 2
-    SCALE_BYTES: gl.constexpr = GROUPS * STRIPS * STRIP * 2 * (1 if FORM == SYMMETRIC else 2)
+    HAS_ZEROS: gl.constexpr = FORM == INTEGER_ZEROS or FORM == FLOAT_OFFSETS
+    PER_ROW: gl.constexpr = scale_bufs.dtype.primitive_bitwidth + (
+        zero_bufs.dtype.primitive_bitwidth if HAS_ZEROS else 0
+    )
+    SCALE_BYTES: gl.constexpr = GROUPS * STRIPS * STRIP * PER_ROW // 8
     stage = 0
     phase = 1
     tile = worker
@@ -70,7 +78,7 @@ def _produce(x, words, scales, zeros, worker, num_workers, tiles_m, iters_per_ti
                 )
                 tma.async_copy_global_to_shared(x, [row, (2 * step + half) * BLOCK], bar, x_bufs.index(at))
             tma.async_copy_global_to_shared(scales, [group, tile_n * PIECES, 0], bar, scale_bufs.index(stage))
-            if FORM != SYMMETRIC:
+            if HAS_ZEROS:
                 tma.async_copy_global_to_shared(zeros, [group, tile_n * PIECES, 0], bar, zero_bufs.index(stage))
             stage, phase = _next(stage, phase, STAGES)
 
@@ -138,6 +146,59 @@ def _numbers(words, upper, lower, element: gl.constexpr):
 
 
 @gluon.jit
+def _looked_up(words, element: gl.constexpr, FORM: gl.constexpr):
+    """int32 words of eight codes -> their numbers in a table, in pairs as `_numbers`; here neighbours are one.
+
+    prmt picks four of eight bytes by the low three bits of four codes: from either half of the table, and then by the fourth bit
+    between the two, for the low bytes of the numbers and the high ones."""
+    if element == gl.bfloat16:
+        tables: gl.constexpr = E2M1_BFLOAT16 if FORM == E2M1 else NF4_BFLOAT16
+    else:
+        tables: gl.constexpr = E2M1_FLOAT16 if FORM == E2M1 else NF4_FLOAT16
+    none = gl.zeros_like(words)
+    a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 l, h, c, d, a, b, p, q;
+        and.b32 l, $8, 0x77777777;
+        shr.u32 c, $8, 1;
+        lop3.b32 c, c, 0x44444444, 0x32103210, 0xEA;
+        shr.u32 h, l, 16;
+        shr.u32 d, c, 16;
+        prmt.b32 a, $9, $10, l;
+        prmt.b32 b, $11, $12, l;
+        prmt.b32 p, a, b, c;
+        prmt.b32 a, $13, $14, l;
+        prmt.b32 b, $15, $16, l;
+        prmt.b32 q, a, b, c;
+        prmt.b32 a, p, q, 0x5140;
+        prmt.b32 b, p, q, 0x7362;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        prmt.b32 a, $9, $10, h;
+        prmt.b32 b, $11, $12, h;
+        prmt.b32 p, a, b, d;
+        prmt.b32 a, $13, $14, h;
+        prmt.b32 b, $15, $16, h;
+        prmt.b32 q, a, b, d;
+        prmt.b32 a, p, q, 0x5140;
+        prmt.b32 b, p, q, 0x7362;
+        mov.b32 {$4, $5}, a;
+        mov.b32 {$6, $7}, b;
+        }""",
+        "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r,r,r,r,r,r,r,r",
+        [words, none + tables[0], none + tables[1], none + tables[2], none + tables[3],
+         none + tables[4], none + tables[5], none + tables[6], none + tables[7]],
+        (gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16),
+        True,
+        1,
+    )  # fmt: skip
+    return (
+        a0.to(element, bitcast=True), a1.to(element, bitcast=True), b0.to(element, bitcast=True), b1.to(element, bitcast=True),
+        c0.to(element, bitcast=True), c1.to(element, bitcast=True), d0.to(element, bitcast=True), d1.to(element, bitcast=True),
+    )  # fmt: skip
+
+
+@gluon.jit
 def _as_pair(zero, element: gl.constexpr):
     """Integers 0 to 127 -> what `_numbers` subtracts: one more than 128, or 1024, twice, in 32 bits."""
     one: gl.constexpr = 0x4300 if element == gl.bfloat16 else 0x6400
@@ -145,16 +206,15 @@ def _as_pair(zero, element: gl.constexpr):
 
 
 @gluon.jit
-def _operand(words, upper, lower, element: gl.constexpr, operand: gl.constexpr):
-    """[warps, 8, 4, steps of 16 columns] words -> [16 warps, columns] numbers: the left operand, every register where it is."""
-    a0, a1, b0, b1, c0, c1, d0, d1 = _numbers(words, upper, lower, element)
+def _operand(numbers, operand: gl.constexpr):
+    """Numbers of [warps, 8, 4, steps of 16 columns] words -> [16 warps, columns]: the left operand, every register where it is."""
+    a0, a1, b0, b1, c0, c1, d0, d1 = numbers
     top = gl.join(gl.join(a0, a1), gl.join(c0, c1))  # rows 0 to 7 of the warp's 16; then pair, half of the 16 columns
     bottom = gl.join(gl.join(b0, b1), gl.join(d0, d1))
-    numbers = gl.join(top, bottom)  # [warp, row, quad, step, pair, half, upper or lower]
-    numbers = gl.permute(numbers, [0, 6, 1, 3, 5, 2, 4])
-    ROWS: gl.constexpr = 16 * words.shape[0]
-    numbers = gl.reshape(numbers, [ROWS, 16 * words.shape[3]])
-    return gl.convert_layout(numbers, operand, assert_trivial=True)
+    both = gl.join(top, bottom)  # [warp, row, quad, step, pair, half, upper or lower]
+    both = gl.permute(both, [0, 6, 1, 3, 5, 2, 4])
+    both = gl.reshape(both, [16 * a0.shape[0], 16 * a0.shape[3]])
+    return gl.convert_layout(both, operand, assert_trivial=True)
 
 
 @gluon.jit
@@ -286,13 +346,15 @@ def _add_part(at: gl.constexpr, words, x_buf, scale_buf, zero_buf, acc, sums, x_
     IS_FIRST: gl.constexpr = GROUPS > 1 or at == 0
     if PARTS > 1:
         x_buf = x_buf.slice(at % PARTS * COLUMNS, COLUMNS, 1)
-    if FORM == INTEGER_ZEROS:
+    if FORM == E2M1 or FORM == NF4:
+        numbers = _looked_up(words, element, FORM)
+    elif FORM == INTEGER_ZEROS:
         upper, lower = _zeros(_of_group(zero_buf, GROUP, number, by_piece, layout), words, element)
+        numbers = _numbers(words, upper, lower, element)
     else:
-        upper = _as_pair(gl.zeros_like(words) + MIDDLE, element)
-        lower = upper
-    a = _operand(words, upper, lower, element, operand)
-    sums = _multiply(a, x_buf, sums, IS_FIRST, layout)
+        middle = _as_pair(gl.zeros_like(words) + MIDDLE, element)
+        numbers = _numbers(words, middle, middle, element)
+    sums = _multiply(_operand(numbers, operand), x_buf, sums, IS_FIRST, layout)
     if FORM == FLOAT_OFFSETS:
         x_sums = _multiply(ones, x_buf, x_sums, IS_FIRST, layout)
     if GROUPS > 1 or at == 1:
@@ -385,6 +447,13 @@ def _consume(number: gl.constexpr, bias_ptr, residual_ptr, out_ptr, partials_ptr
                        stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
 
 
+@gluon.constexpr_function
+def _pieces_layout(dtype, strips):
+    """Of pieces of 8 strips values: the swizzle is as wide as one."""
+    bits = dtype.primitive_bitwidth
+    return gl.NVMMASharedLayout(swizzle_byte_width=strips * bits, element_bitwidth=bits, rank=2)
+
+
 @gluon.jit(do_not_specialize=["m", "num_workers", "num_tiles", "iters_per_tile", "num_whole"])
 def w4a16(x, words, scales, zeros, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr,
           m, n, stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
@@ -394,19 +463,21 @@ def w4a16(x, words, scales, zeros, bias_ptr, residual_ptr, out_ptr, partials_ptr
     """One worker of a `UniformPlan` of tiles [64 STRIPS rows of W, BLOCK_M tokens]; n: columns of out.
 
     TMA descriptors: x, boxes [BLOCK_M, 64] of [m, k]; words, boxes [STRIPS, 1, 16, 32] of int32 [strips, k / 64, 16, 32] in the order of
-    `hopper_packing`; scales and zeros (int16 if they are zero points), boxes [groups of a step, 8, 8 STRIPS] of [groups, pieces, 8 STRIPS] in 16 bits.
+    `hopper_packing`; scales and zeros (int16 if they are zero points), boxes [groups of a step, 8, 8 STRIPS] of [groups, pieces, 8 STRIPS].
     """
     panel: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     word_panel: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    # Pieces of 8 STRIPS values, 16 STRIPS bytes: the swizzle is as wide.
-    scale_panel: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=16 * STRIPS, element_bitwidth=16, rank=2)
     SCALE_ROWS: gl.constexpr = max(STEP // GROUP_SIZE, 1) * PIECES
     x_bufs = gl.allocate_shared_memory(x.dtype, [2 * STAGES, BLOCK_M, BLOCK], panel)
     word_bufs = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 16 * STRIPS, 32], word_panel)
-    scale_bufs = gl.allocate_shared_memory(scales.dtype, [STAGES, SCALE_ROWS, PIECES * STRIPS], scale_panel)
+    scale_bufs = gl.allocate_shared_memory(
+        scales.dtype, [STAGES, SCALE_ROWS, PIECES * STRIPS], _pieces_layout(scales.dtype, STRIPS)
+    )
     zero_bufs = scale_bufs
-    if FORM != SYMMETRIC:
-        zero_bufs = gl.allocate_shared_memory(zeros.dtype, [STAGES, SCALE_ROWS, PIECES * STRIPS], scale_panel)
+    if FORM == INTEGER_ZEROS or FORM == FLOAT_OFFSETS:
+        zero_bufs = gl.allocate_shared_memory(
+            zeros.dtype, [STAGES, SCALE_ROWS, PIECES * STRIPS], _pieces_layout(zeros.dtype, STRIPS)
+        )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

@@ -81,8 +81,9 @@ def as_events(calls: Call | Sequence[Call]) -> Candidate:
     return Candidate(calls if callable(calls) else calls[0])
 
 
-def time_interleaved(candidates: Mapping[str, Candidate]) -> dict[str, Timing]:
-    """Device time of every candidate between two events, the L2 cleared before each sample.
+def time_interleaved(candidates: Mapping[str, Candidate], samples: int | None = None) -> dict[str, Timing]:
+    """Device time of every candidate between two events, the L2 cleared before each sample. samples: of each; None: what fits
+    the budget.
 
     A card lowers its clocks under load, and the next call pays for the last one's power. So candidates take turns, each once a
     round and every other round backwards, which gives all of them the same neighbours. Nothing syncs between samples: the sweep of
@@ -95,7 +96,7 @@ def time_interleaved(candidates: Mapping[str, Candidate]) -> dict[str, Timing]:
     torch.cuda.synchronize()
     mean_us = sum(map(_elapsed_us, estimates)) / max(len(estimates), 1)
     pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in candidates}
-    for i in range(num_samples(mean_us)):
+    for i in range(samples or num_samples(mean_us)):
         for name in list(candidates)[:: -1 if i % 2 else 1]:
             pairs[name].append(_sample(candidates[name].run))
     torch.cuda.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -50,21 +51,29 @@ class HopperPlan:
     shares: UniformPlan
 
 
+# (m, n, k, gated, num_sms) -> tile and shares of out [m, n].
+Planner = Callable[[int, int, int, bool, int], HopperPlan]
+
+
 @lru_cache(maxsize=4096)
 def plan_matmul(m: int, n: int, k: int, gated: bool, num_sms: int) -> HopperPlan:
     """Tile and shares of out [m, n], a pure function. The tile whose slowest worker is done first, by a model of estimates."""
-    columns = 2 * n if gated else n
-    plans = []
-    for tile in TILES:
-        num_tiles = -(-m // tile.block_m) * -(-columns // tile.block_n)
-        iters = -(-k // PANEL)
-        largest = TILES[0].block_m * TILES[0].block_n
-        area = tile.block_m * tile.block_n / largest
-        unit = area / tile.relative_speed  # of one iteration
-        model = CostModel(a=TILE_COST / unit, b=CUT_COST * area / unit, c=1.0, d=MERGE_COST * area / unit)
-        shares = choose_shares(model, num_tiles, iters, num_sms)
-        plans.append((_makespan(shares, model) * unit, HopperPlan(tile, shares)))
-    return min(plans, key=lambda plan: plan[0])[1]
+    timed = [plan_tile(tile, m, n, k, gated, num_sms) for tile in TILES]
+    return min(timed, key=lambda found: found[1])[0]
+
+
+def plan_tile(tile: HopperTile, m: int, n: int, k: int, gated: bool, num_sms: int) -> tuple[HopperPlan, float]:
+    """(shares of tiles of this kind, when the slowest worker is done, in iterations of the largest tile)."""
+    num_tiles, iters = count_tiles(tile, m, n, gated), -(-k // PANEL)
+    area = tile.block_m * tile.block_n / (TILES[0].block_m * TILES[0].block_n)
+    unit = area / tile.relative_speed  # of one iteration
+    model = CostModel(a=TILE_COST / unit, b=CUT_COST * area / unit, c=1.0, d=MERGE_COST * area / unit)
+    shares = choose_shares(model, num_tiles, iters, num_sms)
+    return HopperPlan(tile, shares), _makespan(shares, model) * unit
+
+
+def count_tiles(tile: HopperTile, m: int, n: int, gated: bool) -> int:
+    return -(-m // tile.block_m) * -(-(2 * n if gated else n) // tile.block_n)
 
 
 def _makespan(shares: UniformPlan, model: CostModel) -> float:
@@ -109,10 +118,11 @@ def matmul(
     residual: torch.Tensor | None,
     out: torch.Tensor,
     target: Target,
+    planner: Planner | None = None,
 ) -> None:
-    """As `launch.matmul`, for what `refusal` does not refuse."""
+    """As `launch.matmul`, for what `refusal` does not refuse. planner: who computes what; None: `plan_matmul`."""
     (m, n), k, gated = out.shape, a.shape[1], is_gated(activation)
-    plan = plan_matmul(m, n, k, gated, target.num_sms)
+    plan = (planner or plan_matmul)(m, n, k, gated, target.num_sms)
     a_k_major, b_k_major = _major(a) == 1, _major(b) == 0
     a, b = a if a_k_major else a.t(), b.t() if b_k_major else b
     by_tma = _major(out) == 1

@@ -10,6 +10,8 @@ __getattr__, __all__ = attach(
         "AttentionPlan": "attention",
         "Profile": "report.profile",
         "QuantizedWeight": "quant",
+        "Variant": "attention.variants",
+        "VariantError": "attention.variants",
         "attention": "attention",
         "append_paged_kv_cache": "ops",
         "matmul": "gemm",

@@ -86,12 +86,15 @@ class TorchExecutor:
             "logits_soft_cap": problem.logits_soft_cap or None,
             "k_scale": k_scale,
             "v_scale": v_scale,
+            "variant": problem.variant,
         }
         if self.batch.form == "dense":
             for b, kv_len in enumerate(self.kv_lens):
                 row_lse = None if lse is None else lse[b]
                 indptrs = [0, q.shape[1]], [0, kv_len]
-                reference.ragged_attention(q[b], k[b], v[b], *indptrs, out=out[b], lse=row_lse, **options)
+                reference.ragged_attention(
+                    q[b], k[b], v[b], *indptrs, out=out[b], lse=row_lse, first_request=b, **options
+                )
         elif self.batch.form == "ragged":
             kv_indptr = [*self.kv_start, self.kv_start[-1] + self.kv_lens[-1]] if self.kv_start else [0]
             reference.ragged_attention(q, k, v, self.qo_indptr, kv_indptr, out=out, lse=lse, **options)

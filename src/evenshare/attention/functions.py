@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from evenshare.attention.plan import AttentionPlan, plan_attention
 from evenshare.attention.problem import FP8, Problem, default_scale
 from evenshare.device.checks import check_is_tensor
 from evenshare.device.target import Target, select_target
+
+if TYPE_CHECKING:
+    from evenshare.attention.variants.variant import Variant
 
 
 def attention(
@@ -28,6 +31,7 @@ def attention(
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
+    variant: Variant | None = None,
     q_scale: float | torch.Tensor | None = None,
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
@@ -46,6 +50,7 @@ def attention(
     D and Dv up to 256; any strides, but the last is 1.
     causal: bottom-right aligned: query i of n sees key j of m iff j <= m - n + i. window_left: keys to the left that a row
     sees, inclusive; -1: all. logits_soft_cap: cap * tanh(score / cap). sm_scale: None means 1 / sqrt(D).
+    variant: what else happens to scores, in the user's own functions (`evenshare.Variant`).
     Beside a 16-bit q, k and v may be float8_e4m3fn, codes that k_scale and v_scale multiply (`AttentionPlan.run`); and then q
     too, with q_scale. out_dtype: of the output of such a q, float16 or bfloat16; None: that of `out`, or bfloat16.
 
@@ -74,6 +79,7 @@ def attention(
             window_left=window_left,
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
+            variant=variant,
             **dtypes,
             base=base,
             max_q_rows=q.shape[0],
@@ -96,6 +102,7 @@ def attention(
         default_scale(q.shape[3]) if sm_scale is None else sm_scale,
         dtypes["kv_dtype"],
         dtypes["q_dtype"],
+        variant,
     )
     stream = torch.cuda.current_stream(target.device).cuda_stream if target.device.type == "cuda" else 0
     make = _dense_plan.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else _dense_plan
@@ -130,10 +137,11 @@ def paged_attention(
     block_table: torch.Tensor | None = None,
     kv_lens: torch.Tensor | None = None,
     kv_layout: str = "NHD",
-    causal: bool = True,
+    causal: bool | None = None,
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
+    variant: Variant | None = None,
     q_scale: float | torch.Tensor | None = None,
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
@@ -187,6 +195,7 @@ def paged_attention(
         window_left=window_left,
         logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale,
+        variant=variant,
         **_dtypes(q, k_cache, out, out_dtype),
         base=base,
         max_q_rows=q.shape[0],

@@ -157,6 +157,7 @@ class ForwardLauncher:
         num_indices: int,
         lse_scale: float,
     ) -> Launch:
+        variant = self.problem.variant
         launcher = get_launcher(
             forward_kernels.forward,
             6 + len(scales),
@@ -165,11 +166,16 @@ class ForwardLauncher:
             BLOCK_M=tile.block_m,
             NUM_STAGES=tile.num_stages,
             PRECISION="ieee",
+            VARIANT=variant and variant.modify,
+            SINK=variant and variant.sink,
+            BASE_2=variant is None or variant.scores_in_base_2,
+            SOFTMAX=variant is None or variant.softmax,
             num_warps=tile.num_warps,
         )
         static = self._static(tile, q, k, v, out, lse, num_indices, lse_scale)
         # Of 16-bit keys the kernel takes no scales, which costs nothing at run time.
         static = (*static, *_scale_strides(scales)) if scales else (None, None, *static, 0, 0)
+        static = (*static, variant and variant.arguments)
         return launcher.bind(q.device, (self.plan.num_workers,), static)
 
     def _bind_hopper(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from evenshare.attention.executors import Capacity, Run, TorchExecutor, TritonExecutor
 from evenshare.attention.metadata import Batch, check_host_values, dense_batch, make_batch, move, request_bounds
-from evenshare.attention.problem import FP8, Problem, check_tensor, default_scale, lse_scale
+from evenshare.attention.problem import FP8, Problem, check_tensor, default_causal, default_scale, lse_scale
 from evenshare.device.checks import check_is_tensor
 from evenshare.device.target import Target, select_target
 from evenshare.schedule.plan import Status
 from evenshare.schedule.policies import Policy
+
+if TYPE_CHECKING:
+    from evenshare.attention.variants.variant import Variant
 
 MAX_LAYOUTS = 64  # of q, k, v, out, lse and scales that a plan remembers
 MAX_SCALES = 1024  # numbers that it keeps on the device
@@ -46,6 +49,8 @@ class AttentionPlan:
     ) -> None:
         # The caller's own tensors: `batch` may hold int32 copies of them, which do not follow changes in place.
         self._metadata = metadata or {}
+        if problem.variant is not None:
+            problem.variant.check(problem.num_qo_heads, target.device)
         if planner is None:
             planner = "host" if batch.device.type == "cpu" else "device"
         self.problem = problem
@@ -161,12 +166,12 @@ class AttentionPlan:
                 for t in (q, k, v, out, lse, *scales)
             ]
         except AttributeError:  # no tensor
-            self._check(q, k, v, out, lse, scales)
+            self._check(q, k, v, out, lse, return_lse, scales)
             raise
         key = (self._extents, return_lse, *layouts)
         run = self._runs.get(key)
         if run is None:
-            self._check(q, k, v, out, lse, scales)
+            self._check(q, k, v, out, lse, return_lse, scales)
         if self._heads_first:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         if out is None:
@@ -228,6 +233,7 @@ class AttentionPlan:
         v: torch.Tensor,
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
+        return_lse: bool,
         scales: tuple[torch.Tensor, ...],
     ) -> None:
         """Raise unless `run` can take these."""
@@ -251,6 +257,10 @@ class AttentionPlan:
             check_tensor("out", out, (*q.shape[:-1], problem.head_dim_v), problem.dtype, device)
         if lse is not None:
             check_tensor("lse", lse, q.shape[:-1], torch.float32, device, unit_stride=False)
+        if (lse is not None or return_lse) and problem.variant is not None and not problem.variant.softmax:
+            raise ValueError(
+                "lse, return_lse: got one, want neither with a variant of softmax=False, which has no denominator"
+            )
         if q.shape[0] < num_q_tokens:
             raise ValueError(f"q: got {q.shape[0]} tokens, want at least the {num_q_tokens} of the planned batch")
         if not problem.page_size and k.shape[0] < num_kv_tokens:
@@ -314,10 +324,11 @@ def plan_attention(
     kv_lens: torch.Tensor | None = None,
     page_size: int | None = None,
     kv_layout: str = "NHD",
-    causal: bool = True,
+    causal: bool | None = None,
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
+    variant: Variant | None = None,
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
     q_dtype: torch.dtype | None = None,
@@ -338,8 +349,10 @@ def plan_attention(
       Keys in one of three forms: pages by kv_indptr [B + 1], kv_indices, last_page_len [B] (1..page_size); pages by
       block_table [B, max_pages] and kv_lens [B]; ragged by kv_indptr [B + 1] alone.
     page_size: keys of a page, any number from 1; wanted with pages. kv_layout: "NHD" or "HND", the order inside a page.
-    causal: bottom-right aligned. window_left: keys to the left that a row sees, inclusive; -1: all.
+    causal: bottom-right aligned; None: True, unless the variant has a mask_mod, which then says alone who sees what.
+    window_left: keys to the left that a row sees, inclusive; -1: all.
     logits_soft_cap: cap * tanh(score / cap); None: off. sm_scale: None means 1 / sqrt(head_dim). base: of the lse.
+    variant: what else happens to scores, in the user's own functions (`evenshare.Variant`).
     dtype: of q and the output. kv_dtype: of k and v: None (dtype) or, if dtype is 16-bit, float8_e4m3fn; see `run` for scales.
     q_dtype: of q: None (dtype) or, with such k and v, float8_e4m3fn as well; dtype is then that of the output alone.
     max_batch: capacity in requests, for later updates; None: those of this batch.
@@ -394,12 +407,13 @@ def plan_attention(
         head_dim if head_dim_v is None else head_dim_v,
         dtype,
         page_size or 0,
-        causal,
+        default_causal(variant) if causal is None else causal,
         window_left,
         logits_soft_cap or 0.0,
         default_scale(head_dim) if sm_scale is None else sm_scale,
         kv_dtype,
         q_dtype,
+        variant,
     )
     on_host = batch.device.type == "cpu"
     if on_host:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from evenshare.device.checks import check_is_tensor
+
+if TYPE_CHECKING:
+    from evenshare.attention.variants.variant import Variant
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn  # of keys, values and queries, each a code times a scale
@@ -31,6 +35,7 @@ class Problem:
     sm_scale: float = 1.0
     kv_dtype: torch.dtype | None = None  # of k and v: FP8 or, None, dtype
     q_dtype: torch.dtype | None = None  # of q: FP8 beside such keys or, None, dtype
+    variant: Variant | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_v", "page_size", "window_left"):
@@ -59,6 +64,8 @@ class Problem:
             raise TypeError(f"kv_dtype: got {self.kv_dtype}, want {self.dtype}{also}")
         if self.page_size < 0:
             raise ValueError(f"page_size: got {self.page_size}, want 1 or more")
+        if self.variant is not None and not hasattr(self.variant, "score_mod"):
+            raise TypeError(f"variant: got {type(self.variant).__name__}, want an evenshare.Variant or None")
         if self.window_left < -1:
             raise ValueError(f"window_left: got {self.window_left}, want -1 (off) or a count of keys >= 0")
         # Longer windows reach every key, and sums of a window and a length must not pass 2^31.
@@ -85,6 +92,11 @@ class Problem:
 def default_scale(head_dim: int) -> float:
     """1 / sqrt(head_dim)."""
     return 1.0 / math.sqrt(max(head_dim, 1))  # a head_dim below 1 is refused by Problem
+
+
+def default_causal(variant: Variant | None) -> bool:
+    """A mask of the user's own, such as that of a prefix LM, would mean nothing below a causal one."""
+    return variant is None or variant.mask_mod is None
 
 
 def lse_scale(base: float) -> float:

@@ -9,16 +9,20 @@ formula serves the others: 16-bit inputs are widened to fp32, so only the final 
 Masks never meet an empty row: rows without keys are written first (o = 0, lse = -inf) and taken out, so no NaN can
 arise from them. Keys outside every row's range are sliced away, not masked, and keys past a request's length are never
 used. float8_e4m3fn keys and values go through the formula, widened and scaled, and
-such queries too, whose scale is in that of the keys.
+such queries too, whose scale is in that of the keys. Variants go through the formula as well; a row all of whose keys they
+hide is a row without keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from evenshare.attention.variants.variant import Variant
 
 # Elements of the largest intermediate (scores or mask) of one chunk of rows: 64 MiB in fp32.
 MAX_CHUNK = 1 << 24
@@ -32,6 +36,7 @@ class _Rule(NamedTuple):
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
     compute_dtype: torch.dtype | None
+    variant: Variant | None = None
 
 
 def ragged_attention(
@@ -50,6 +55,8 @@ def ragged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
+    variant: Variant | None = None,
+    first_request: int = 0,
 ) -> None:
     """Write the attention of every request of a ragged batch into `out` (and `lse`).
 
@@ -60,12 +67,13 @@ def ragged_attention(
     k_scale, v_scale: factors of k and v, one or one for each KV head, if these are float8_e4m3fn; None: 1. q may then be
     float8_e4m3fn too; k_scale is its factor times that of k.
     compute_dtype: None computes as the module says; torch.float64 is the oracle.
+    variant: see `evenshare.Variant`; first_request: the number that its functions know the first request by.
     """
-    rule = _Rule(causal, window_left, logits_soft_cap, sm_scale, k_scale, v_scale, compute_dtype)
+    rule = _Rule(causal, window_left, logits_soft_cap, sm_scale, k_scale, v_scale, compute_dtype, variant)
     _clear_unowned_rows(out, lse, qo_indptr)
     for r in range(len(qo_indptr) - 1):
         rows, keys = slice(qo_indptr[r], qo_indptr[r + 1]), slice(kv_indptr[r], kv_indptr[r + 1])
-        _request(q[rows], k[keys], v[keys], rule, out[rows], None if lse is None else lse[rows])
+        _request(q[rows], k[keys], v[keys], rule, out[rows], None if lse is None else lse[rows], first_request + r)
 
 
 def paged_attention(
@@ -85,6 +93,8 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
+    variant: Variant | None = None,
+    first_request: int = 0,
 ) -> None:
     """`ragged_attention` with keys in pages.
 
@@ -95,7 +105,7 @@ def paged_attention(
 
     Raises ValueError, before anything is written, if a needed page is outside the cache.
     """
-    rule = _Rule(causal, window_left, logits_soft_cap, sm_scale, k_scale, v_scale, compute_dtype)
+    rule = _Rule(causal, window_left, logits_soft_cap, sm_scale, k_scale, v_scale, compute_dtype, variant)
     num_pages, page_size = k_cache.shape[0], k_cache.shape[1]
     pages = [
         _needed_pages(page_lists[r], -(-kv_len // page_size), num_pages, request=r) for r, kv_len in enumerate(kv_lens)
@@ -104,7 +114,7 @@ def paged_attention(
     for r, kv_len in enumerate(kv_lens):
         rows = slice(qo_indptr[r], qo_indptr[r + 1])
         k, v = _gather(k_cache, pages[r], kv_len), _gather(v_cache, pages[r], kv_len)
-        _request(q[rows], k, v, rule, out[rows], None if lse is None else lse[rows])
+        _request(q[rows], k, v, rule, out[rows], None if lse is None else lse[rows], first_request + r)
 
 
 def _clear_unowned_rows(out: torch.Tensor, lse: torch.Tensor | None, qo_indptr: Sequence[int]) -> None:
@@ -145,9 +155,15 @@ def _gather(cache: torch.Tensor, pages: torch.Tensor | slice, kv_len: int) -> to
 
 
 def _request(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: _Rule, out: torch.Tensor, lse: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rule: _Rule,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    number: int,
 ) -> None:
-    """One request: q [n, Hq, D], k [m, Hkv, D], v [m, Hkv, Dv] -> out [n, Hq, Dv], lse [n, Hq]."""
+    """Request `number`: q [n, Hq, D], k [m, Hkv, D], v [m, Hkv, Dv] -> out [n, Hq, Dv], lse [n, Hq]."""
     num_rows, num_keys = q.shape[0], k.shape[0]
     fp8 = k.dtype == torch.float8_e4m3fn
     if fp8:
@@ -158,6 +174,7 @@ def _request(
     if empty:
         _clear_rows(out[:empty], None if lse is None else lse[:empty])
     explicit = lse is not None or bool(rule.logits_soft_cap) or rule.compute_dtype is not None or fp8
+    explicit |= rule.variant is not None
     windowed = 0 <= rule.window_left < num_keys - 1
     if rule.causal and not (explicit or windowed) and num_rows - empty == num_keys > 1:
         return _fused_square_causal(q[empty:], k, v, out[empty:], rule.sm_scale)
@@ -169,7 +186,8 @@ def _request(
         mask = _mask(range(shift + begin, shift + end), range(first, last), rule, q.device)
         rows, keys, values = slice(begin, end), k[first:last], v[first:last]
         if explicit:
-            _formula(q[rows], keys, values, mask, rule, out[rows], None if lse is None else lse[rows])
+            place = (number, shift + begin, first)
+            _formula(q[rows], keys, values, mask, rule, place, out[rows], None if lse is None else lse[rows])
         else:
             _fused(q[rows], keys, values, mask, out[rows], rule.sm_scale)
 
@@ -199,9 +217,11 @@ def _formula(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     rule: _Rule,
+    place: tuple[int, int, int],
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
+    """place: the request's number, and the positions of the first row and the first key."""
     num_rows, num_kv_heads = q.shape[0], k.shape[1]
     by_kv_head = (num_rows, num_kv_heads, q.shape[1] // num_kv_heads, -1)
     dtype = rule.compute_dtype or torch.float32
@@ -210,16 +230,49 @@ def _formula(
     scores = torch.bmm(packed, k.to(dtype).permute(1, 2, 0)).mul_(rule.sm_scale)
     if rule.logits_soft_cap:
         scores.div_(rule.logits_soft_cap).tanh_().mul_(rule.logits_soft_cap)
+    softmax, hidden = True, float("-inf")
+    if rule.variant is not None:
+        from evenshare.attention.variants.eager import modified
+
+        by_head = scores.view(q.shape[1], num_rows, -1)
+        scores = modified(rule.variant, by_head, *place).contiguous().view_as(scores)
+        softmax = rule.variant.softmax
+        hidden = hidden if softmax else 0.0
     if mask is not None:
-        scores.view(num_kv_heads, -1, *mask.shape).masked_fill_(~mask, float("-inf"))
-    peak = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(peak).exp_()
-    total = weights.sum(-1, keepdim=True)
-    values = torch.bmm(weights, v.to(dtype).transpose(0, 1)).div_(total)
+        scores.view(num_kv_heads, -1, *mask.shape).masked_fill_(~mask, hidden)
+    if softmax:
+        weights, total, peak = _weights(scores, rule.variant)
+        values = torch.bmm(weights, v.to(dtype).transpose(0, 1)).div_(total)
+    else:
+        values = torch.bmm(scores, v.to(dtype).transpose(0, 1))
     out.view(by_kv_head).copy_(values.view(num_kv_heads, -1, num_rows, values.shape[-1]).permute(2, 0, 1, 3))
     if lse is not None:
         logsumexp = (peak + total.log()).view(num_kv_heads, -1, num_rows)
         lse.view(by_kv_head[:3]).copy_(logsumexp.permute(2, 0, 1))
+
+
+def _weights(scores: torch.Tensor, variant: Variant | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """scores [Hkv, group * rows, keys], overwritten -> (weights, their sum, what was subtracted from the scores)."""
+    peak = scores.amax(-1, keepdim=True)
+    if variant is None:
+        weights = scores.sub_(peak).exp_()
+        return weights, weights.sum(-1, keepdim=True), peak
+    without_keys = peak == float("-inf")
+    base = peak.masked_fill(without_keys, 0.0)
+    if variant.sinks is not None:
+        sinks = (
+            variant.sinks.to(scores)
+            .view(-1, 1, 1)
+            .expand(-1, scores.shape[0] * scores.shape[1] // len(variant.sinks), 1)
+        )
+        sinks = sinks.reshape(peak.shape)
+        base = torch.maximum(base, sinks)
+    weights = scores.sub_(base).exp_()
+    total = weights.sum(-1, keepdim=True)
+    if variant.sinks is not None:
+        total += (sinks - base).exp()
+    # Of a row without keys the logarithm is -inf, and its weights are zero whatever they are divided by.
+    return weights, total.masked_fill_(without_keys, 1.0), base.masked_fill_(without_keys, float("-inf"))
 
 
 def _fused(

@@ -53,7 +53,9 @@ def portable_twin(tile: TileConfig) -> TileConfig:
 
 
 def runs_on_hopper(problem: Problem, capability: tuple[int, int]) -> bool:
-    """Whether the Hopper kernels compute this problem: 16-bit, or 8-bit keys; rows of whole 16-byte pieces, a scale above 0."""
+    """Whether the Hopper kernels compute this problem: 16-bit, or 8-bit keys; rows of whole 16-byte pieces, a scale above 0.
+
+    Variants run on the portable kernel."""
     piece = 16 if problem.fp8_kv else 8
     return (
         capability == (9, 0)
@@ -62,6 +64,7 @@ def runs_on_hopper(problem: Problem, capability: tuple[int, int]) -> bool:
         and problem.head_dim % piece == 0
         and problem.head_dim_v % piece == 0
         and problem.sm_scale > 0
+        and problem.variant is None
     )
 
 

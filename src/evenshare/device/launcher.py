@@ -67,8 +67,8 @@ class Launcher:
     ) -> Launch:
         """A callable of the first `num_dynamic` arguments, tensors on `device` or None, that launches on the current stream.
 
-        static: the runtime arguments after those: numbers, None, tensors, Triton's TMA descriptors. boxes: the dynamic parameters
-        that the kernel takes as TMA descriptors.
+        static: the runtime arguments after those: numbers, None, tensors, tuples of these, Triton's TMA descriptors. boxes: the
+        dynamic parameters that the kernel takes as TMA descriptors.
         """
         bound = _Bound(self, device, grid, static, boxes or {})
         fast = device.type == "cuda" and isinstance(self.kernel, JITFunction)
@@ -158,10 +158,8 @@ class _Bound:
         tail: list[Any] = []
         number = len(self._boxes)
         for argument in self._static:
-            if argument is None or isinstance(argument, (int, float)):
-                tail.append(argument)
-            elif isinstance(argument, torch.Tensor):
-                tail.append(argument.data_ptr())
+            if argument is None or isinstance(argument, (int, float, tuple, torch.Tensor)):
+                tail.append(_plain(argument))
             else:
                 tail += compiled.expand(number, argument)
                 number += 1
@@ -214,6 +212,13 @@ class _Compiled:
         metadata = self._kernel.metadata.tensordesc_meta
         arguments = make_tensordesc_arg(descriptor, metadata[number] if metadata else None)
         return [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+def _plain(argument: Any) -> Any:
+    """An argument, or a tuple of such, with addresses in place of tensors."""
+    if isinstance(argument, tuple):
+        return tuple(map(_plain, argument))
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 def _hooks_set() -> bool:

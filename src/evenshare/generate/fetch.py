@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from evenshare._cache import cache_dir
 from evenshare.generate.errors import FetchError
 
 _CHUNK = (
@@ -43,14 +44,6 @@ SMOLLM2 = PackagedModel(
     size=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
-
-
-def cache_dir() -> Path:
-    """$EVENSHARE_CACHE, or evenshare under $XDG_CACHE_HOME, or ~/.cache/evenshare."""
-    if own := os.environ.get("EVENSHARE_CACHE"):
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "evenshare"
 
 
 def cached_model(model: PackagedModel = SMOLLM2) -> Path | None:

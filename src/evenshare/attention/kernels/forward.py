@@ -7,12 +7,16 @@ An iteration is BLOCK_N keys. Softmax runs in base 2 (FlashAttention-2's order o
 fp8 keys, values and queries become numbers of the output's type, exactly; the scale of k, with that of q in it, joins the scores',
 that of v the output's.
 
+A variant is two device functions (`attention.variants`): VARIANT changes the scores, in units of e, and hides some; SINK gives each row
+a score that joins its denominator. Without SOFTMAX scores are weights, hidden ones 0, and a partial is (o, 0).
+
 A partial whose request points outside the cache carries lse = +inf: the merge turns the tile into o = 0, lse = -inf.
 """
 
 import triton
 import triton.language as tl
 
+from evenshare.device.arithmetic import tanh
 from evenshare.device.clock import END, MERGE, START, record
 from evenshare.device.merge import arrive
 
@@ -40,7 +44,7 @@ def _store_rows(out_ptr, lse_ptr, acc, lse2, q_start, q_idx, head, rows_valid, l
 
 @triton.jit
 def _merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots,
-                    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, SLOT_BLOCK: tl.constexpr):  # fmt: skip
+                    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, SLOT_BLOCK: tl.constexpr, SOFTMAX: tl.constexpr):  # fmt: skip
     """Combine the partials of one tile in tile order: (o, lse) of all slots -> (acc [BLOCK_M, BLOCK_DV], lse2 [BLOCK_M])."""
     rows = tl.arange(0, BLOCK_M)
     dv = tl.arange(0, BLOCK_DV)
@@ -68,27 +72,19 @@ def _merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots,
     lse2 = tl.where(
         usable, base + tl.log2(safe), tl.where(peak == NEG_INF, NEG_INF, tl.where(peak == POS_INF, NEG_INF, peak))
     )
-    # A NaN peak (NaN in q or k) stays NaN.
-    acc = tl.where((peak != peak)[:, None], peak[:, None], acc / safe[:, None])
+    if SOFTMAX:
+        # A NaN peak (NaN in q or k) stays NaN.
+        acc = tl.where((peak != peak)[:, None], peak[:, None], acc / safe[:, None])
     return acc, lse2
 
 
 @triton.jit
-def _tanh(x):
-    """For small |x| the odd series, whose error is below 4e-7 of x at 0.25; 1 - exp loses digits there."""
-    square = x * x
-    series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    far = (1.0 - e) / (1.0 + e)
-    return tl.where(square < 0.0625, series, tl.where(x < 0, -far, far))
-
-
-@triton.jit
-def _attend(q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_start, kv_len, readable_len, num_pages, last_key,
-            score_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page, stride_v_token,
+def _attend(q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, variant_args, request, head, block, kv_start, kv_len,
+            readable_len, num_pages, last_key, score_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page, stride_v_token,
             HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr,
             MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+            VARIANT: tl.constexpr, BASE_2: tl.constexpr, SOFTMAX: tl.constexpr):  # fmt: skip
     """One iteration: the keys of `block` join the softmax state. MASKED is off for blocks that every row sees whole."""
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
@@ -116,14 +112,20 @@ def _attend(q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_st
         v = v.to(q.dtype)
     s = tl.dot(q, k, input_precision=PRECISION) * score_scale
     if HAS_SOFT_CAP:
-        s = (logits_soft_cap * LOG2E) * _tanh(s)  # the softmax is in base 2
+        s = (logits_soft_cap * LOG2E if BASE_2 else logits_soft_cap) * tanh(s)  # the softmax is in base 2
+    if VARIANT is not None:
+        s = VARIANT(s, request, head.to(tl.int32)[:, None], last_key[:, None], n[None, :], variant_args)
+        if SOFTMAX and not BASE_2:
+            s *= LOG2E
     if MASKED:
         keep = (n < kv_len)[None, :]
         if CAUSAL:
             keep = keep & (n[None, :] <= last_key[:, None])
         if HAS_WINDOW:
             keep = keep & (n[None, :] + window_left >= last_key[:, None])
-        s = tl.where(keep, s, NEG_INF)
+        s = tl.where(keep, s, NEG_INF if SOFTMAX else 0.0)
+    if not SOFTMAX:
+        return peak, total, acc + tl.dot(s.to(v.dtype), v, input_precision=PRECISION), bad
     new_peak = tl.maximum(peak, tl.max(s, 1))
     base = tl.where(new_peak == NEG_INF, 0.0, new_peak)
     p = tl.exp2(s - base[:, None])
@@ -143,17 +145,20 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, 
             stride_k_page, stride_k_token, stride_k_head,
             stride_v_page, stride_v_token, stride_v_head,
             stride_o_start, stride_o_token, stride_o_head,
-            stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
+            stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale, variant_args,
             GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr, DENSE: tl.constexpr,
             SAME_STRIDES: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_LSE: tl.constexpr,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-            NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+            NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr,
+            VARIANT: tl.constexpr, SINK: tl.constexpr, BASE_2: tl.constexpr, SOFTMAX: tl.constexpr):  # fmt: skip
     """PAGE_SIZE > 0: k and v are pages, found through kv_indices. PAGE_SIZE == 0: contiguous keys, the request's first at
     kv_start * stride_k_page. DENSE: q_start and kv_start count batch entries (stride_*_start, stride_*_page are batch strides);
     otherwise they count tokens, or entries of kv_indices, and stride_q_start == stride_q_token.
     times_ptr: times of the segments (`device.clock`), or None.
     k_scale_ptr, v_scale_ptr: fp32, one for each KV head or, with stride 0, for all; None: k and v have q's dtype, and that is the output's.
-    SAME_STRIDES: k and v have the same page and token strides, so their row offsets are computed once."""
+    SAME_STRIDES: k and v have the same page and token strides, so their row offsets are computed once.
+    VARIANT, SINK: device functions or None; variant_args: the tensors they read, a flat tuple or None. BASE_2: no function wants the
+    scores in units of e, so log2(e) is in their scale."""
     worker = tl.program_id(0)
     rows = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -161,7 +166,7 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, 
     if HAS_SOFT_CAP:
         score_scale = sm_scale / logits_soft_cap
     else:
-        score_scale = sm_scale * LOG2E
+        score_scale = sm_scale * LOG2E if BASE_2 else sm_scale
     segment_end = tl.load(worker_indptr_ptr + worker + 1)
     for segment in range(tl.load(worker_indptr_ptr + worker), segment_end):
         record(times_ptr, segment, START)
@@ -184,6 +189,9 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, 
         kv_len = tl.load(info + 4)
         first_block = tl.load(info + 5)
         kv_head += tl.load(info + 7)
+        request = 0
+        if VARIANT is not None:
+            request = tl.load(info + 6)
 
         packed = row_begin + rows
         q_idx = packed // GROUP
@@ -230,28 +238,31 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, 
         if TWO_LOOPS:
             for block in tl.range(begin, whole_end, num_stages=NUM_STAGES):
                 peak, total, acc, bad = _attend(
-                    q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_start, kv_len, readable_len, num_pages, last_key,
-                    head_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page,
+                    q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, variant_args, request, head, block, kv_start, kv_len,
+                    readable_len, num_pages, last_key, head_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page,
                     stride_v_token, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, SAME_STRIDES, False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
-                    BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, VARIANT, BASE_2, SOFTMAX,
                 )  # fmt: skip
         for block in tl.range(whole_end, end, num_stages=1 if TWO_LOOPS else NUM_STAGES):
             peak, total, acc, bad = _attend(
-                q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, block, kv_start, kv_len, readable_len, num_pages, last_key,
-                head_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page,
+                q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, variant_args, request, head, block, kv_start, kv_len,
+                readable_len, num_pages, last_key, head_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page,
                 stride_v_token, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, SAME_STRIDES, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
-                BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+                BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, VARIANT, BASE_2, SOFTMAX,
             )  # fmt: skip
 
         is_bad = (tl.max(bad, 0) > 0) | (readable_len < kv_len)
         if is_bad:
             tl.atomic_or(status_ptr, BAD_INDEX)
-        safe = tl.where(total == 0.0, 1.0, total)
-        acc = acc / safe[:, None]
+        if SOFTMAX:
+            safe = tl.where(total == 0.0, 1.0, total)
+            acc = acc / safe[:, None]
+            lse2 = tl.where(total == 0.0, NEG_INF, peak + tl.log2(safe))
+        else:
+            lse2 = total
         if v_scale_ptr is not None:
             acc *= tl.load(v_scale_ptr + kv_head * stride_v_scale)
         acc = tl.where(is_bad, 0.0, acc)
-        lse2 = tl.where(total == 0.0, NEG_INF, peak + tl.log2(safe))
 
         finished = num_slots == 1
         if num_slots > 1:
@@ -263,11 +274,20 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, 
             if finished:
                 record(times_ptr, segment, MERGE)
                 acc, lse2 = _merge_partials(
-                    partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, BLOCK_M, BLOCK_DV, 16
+                    partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, BLOCK_M, BLOCK_DV, 16, SOFTMAX
                 )
         else:
             lse2 = tl.where(is_bad, NEG_INF, lse2)
         if finished:
+            if SINK is not None:
+                # Once for each row, by whoever finishes it. A row without keys stays one.
+                sink2 = SINK(head, variant_args) * LOG2E
+                top = tl.maximum(lse2, sink2)
+                with_sink = tl.where(
+                    lse2 == NEG_INF, NEG_INF, top + tl.log2(tl.exp2(lse2 - top) + tl.exp2(sink2 - top))
+                )
+                acc *= tl.where(lse2 == NEG_INF, 0.0, tl.exp2(lse2 - with_sink))[:, None]
+                lse2 = with_sink
             _store_rows(out_ptr, lse_ptr, acc, lse2, q_start, q_idx.to(tl.int64), head, rows_valid, lse_scale,
                         stride_o_start, stride_o_token, stride_o_head, stride_lse_start, stride_lse_token, stride_lse_head,
                         HEAD_DIM_V, BLOCK_DV, HAS_LSE)  # fmt: skip

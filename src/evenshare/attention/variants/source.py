@@ -1,0 +1,288 @@
+"""From functions to the source of device functions, and from source to jit functions, one for each text.
+
+A program's tensors reach the kernel as one flat tuple: of each tensor its pointer, then size and stride of every dimension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from evenshare._cache import cache_dir
+from evenshare.attention.variants.operations import operand_of
+from evenshare.attention.variants.symbolic import (
+    CapturedTensors,
+    Load,
+    Operand,
+    Symbol,
+    Table,
+    VariantError,
+    tensor_names,
+)
+
+INT32_MAX = 2**31 - 1
+# What a request, a head and a key count is never negative, so it needs no test for an index from the end.
+_COUNTS = ("b", "h", "kv_idx")
+_CASTS = {
+    ("bool", "int"): "{}.to(tl.int32)",
+    ("bool", "float"): "{}.to(tl.float32)",
+    ("int", "float"): "{}.to(tl.float32)",
+    ("int", "bool"): "{} != 0",
+    ("float", "int"): "{}.to(tl.int32)",
+    ("float", "bool"): "{} != 0",
+}
+_HELPERS = ("floor_divide", "from_end", "inside", "remainder", "tanh", "tanh_approx")  # of device.arithmetic
+_HEADER = '''"""{title}"""
+
+import triton
+import triton.language as tl
+'''
+
+
+def traced(function: Callable[..., Any], names: Sequence[str]) -> Operand:
+    """What `function` makes of arguments that stand for numbers of these names; all but "score" are integers."""
+    symbols = [Symbol("float" if name == "score" else "int", name) for name in names]
+    with CapturedTensors():
+        result = function(*symbols)
+    if not isinstance(result, Symbol | Table | torch.Tensor | bool | int | float):
+        code = getattr(function, "__code__", None)
+        place = f"\n  {code.co_filename}:{code.co_firstlineno}" if code else ""
+        raise VariantError(
+            f"{function}: got a {type(result).__name__} returned, want a traced value or a number{place}"
+        )
+    return operand_of(result, "return")
+
+
+Layout = tuple[Any, ...]
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Equal for tensors that are the same to a kernel, such as two views."""
+    return tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
+class Printer:
+    """Prints device functions and notes the tensors they read, in the order of their arguments."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self.names = names  # of tensors, by id
+        self.tensors: list[torch.Tensor] = []
+        self._places: dict[Layout, tuple[str, int]] = {}  # of tensors: name and first argument
+        self._next = 0
+
+    def function(self, title: str, parameters: Sequence[str], result: Operand, last: str) -> str:
+        """Source of a jit function of the parameters and `args`; last: what it returns, around {} as fp32."""
+        body = _Body(self)
+        value = body.text(result, "float")
+        lines = [*body.prologue(), *body.lines, f"return {last.format(value)}"]
+        return f"@triton.jit\ndef {title}({', '.join((*parameters, 'args'))}):\n" + "".join(
+            f"    {line}\n" for line in lines
+        )
+
+    def place(self, tensor: torch.Tensor) -> tuple[str, int]:
+        key = layout_of(tensor)
+        if key not in self._places:
+            taken = {name for name, _ in self._places.values()}
+            name = re.sub(r"\W", "_", self.names.get(id(tensor), "table"))
+            while (
+                name in taken
+                or name in ("score", "b", "h", "q_idx", "kv_idx", "args", "tl", "triton")
+                or name in _HELPERS
+            ):
+                name += "_"
+            self._places[key] = name, self._next
+            self._next += 1 + 2 * tensor.dim()
+            self.tensors.append(tensor)
+        return self._places[key]
+
+
+class _Body:
+    """The lines of one function: a name for every operation, the same one for the same text."""
+
+    def __init__(self, printer: Printer) -> None:
+        self.printer = printer
+        self.lines: list[str] = []
+        self._names: dict[str, str] = {}  # by right-hand side
+        self._done: dict[int, str] = {}  # by id of the symbol, which its user holds
+        self._tables: dict[str, torch.Tensor] = {}  # by name
+
+    def text(self, operand: Operand, kind: str) -> str:
+        """The operand as a name or a literal of this kind."""
+        if not isinstance(operand, Symbol):
+            return _literal(operand, kind)
+        cast = _CASTS.get((operand.kind, kind))
+        name = self._name_of(operand)
+        return self._assign(cast.format(name)) if cast else name
+
+    def prologue(self) -> list[str]:
+        """Lines that take the tensors of this function out of `args`."""
+        lines = []
+        for tensor in self._tables.values():
+            name, first = self.printer.place(tensor)
+            lines.append(
+                f"{name} = args[{first}]  # {str(tensor.dtype).removeprefix('torch.')}, {tensor.dim()} dimensions"
+            )
+        return lines
+
+    def _name_of(self, symbol: Symbol) -> str:
+        # In the order of the operands and without recursion: chains of operations may be long.
+        pending = [symbol]
+        while pending:
+            last = pending[-1]
+            missing = [o for o, _ in last.operands if isinstance(o, Symbol) and id(o) not in self._done]
+            if missing:
+                pending += missing[::-1]
+                continue
+            pending.pop()
+            if isinstance(last, Load):
+                self._done[id(last)] = self._load(last)
+            elif last.operands:
+                texts = (self.text(operand, kind) for operand, kind in last.operands)
+                self._done[id(last)] = self._assign(last.template.format(*texts))
+            else:
+                self._done[id(last)] = last.template
+        return self._done[id(symbol)]
+
+    def _load(self, load: Load) -> str:
+        tensor = load.tensor
+        name, first = self.printer.place(tensor)
+        self._tables[name] = tensor
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        pointer, mask = name, []
+        for dim, index in enumerate(load.indices):
+            size, stride = f"args[{first + 1 + 2 * dim}]", f"args[{first + 2 + 2 * dim}]"
+            at = self.text(index, "int")
+            if not isinstance(index, Symbol):  # inside, or the trace had refused it
+                at = at if index >= 0 else f"({size} - {-index})"
+            elif at in _COUNTS:
+                mask.append(f"({at} < {size})")
+            else:
+                at = self._assign(f"from_end({at}, {size})")
+                mask.append(f"inside({at}, {size})")
+            wide = f"tl.cast({at}, tl.int64)" if span > INT32_MAX else at
+            pointer += f" + {wide} * {stride}"
+        guard = f", mask={' & '.join(mask)}, other=0" if mask else ""
+        loaded = self._assign(f"tl.load({pointer}{guard})")
+        if tensor.dtype == torch.bool:  # whose bytes the kernel gets
+            return self._assign(f"{loaded} != 0")
+        if tensor.dtype.is_floating_point:
+            return loaded if tensor.dtype == torch.float32 else self._assign(f"{loaded}.to(tl.float32)")
+        return loaded if tensor.dtype.itemsize >= 4 else self._assign(f"{loaded}.to(tl.int32)")
+
+    def _assign(self, value: str) -> str:
+        if value.isidentifier():
+            return value
+        if value not in self._names:
+            self._names[value] = f"t{len(self._names)}"
+            self.lines.append(f"{self._names[value]} = {value}")
+        return self._names[value]
+
+
+def _literal(value: bool | int | float, kind: str) -> str:
+    if kind == "bool":
+        return repr(bool(value))
+    if kind == "int":
+        return repr(int(value))
+    return repr(float(value)) if math.isfinite(value) else f'float("{float(value)}")'
+
+
+def program(
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    sinks: torch.Tensor | None,
+    softmax: bool,
+) -> tuple[str, list[torch.Tensor]]:
+    """(source of the functions `modify` and, with sinks, `sink`, the tensors they read)."""
+    names = {**tensor_names(score_mod), **tensor_names(mask_mod)}
+    if sinks is not None:
+        names[id(sinks)] = "sinks"
+    positions = ("b", "h", "q_idx", "kv_idx")
+    score: Operand = Symbol("float", "score")
+    if score_mod is not None:
+        # A score that does not depend on the one given has not its shape yet; adding 0 changes no other.
+        given = traced(score_mod, ("score", *positions))
+        score = (
+            given
+            if _uses_score(given)
+            else Symbol("float", "{0} + tl.zeros_like({1})", ((given, "float"), (score, "float")))
+        )
+    if mask_mod is not None:
+        mask = traced(mask_mod, positions)
+        hidden = float("-inf") if softmax else 0.0
+        score = Symbol("float", "tl.where({0}, {1}, {2})", ((mask, "bool"), (score, "float"), (hidden, "float")))
+    printer = Printer(names)
+    functions = [printer.function("modify", ("score", *positions), score, "{}")]
+    if sinks is not None:
+        functions.append(printer.function("sink", ("h",), Load(sinks, (Symbol("int", "h"),)), "{}"))
+    made_of = [
+        f"{kind} {getattr(f, '__qualname__', f)}" for kind, f in (("score_mod", score_mod), ("mask_mod", mask_mod)) if f
+    ]
+    title = "Generated from " + (" and ".join([*made_of, *(["sinks"] if sinks is not None else [])]) or "nothing")
+    text = "\n\n" + "\n\n".join(functions)
+    helpers = [name for name in _HELPERS if re.search(rf"\b{name}\(", text)]
+    imports = f"\nfrom evenshare.device.arithmetic import {', '.join(helpers)}\n" if helpers else ""
+    return _HEADER.format(title=re.sub(r'["\\]', "'", title)) + imports + text, printer.tensors
+
+
+def _uses_score(operand: Operand) -> bool:
+    seen: set[int] = set()
+    pending = [operand]
+    while pending:
+        current = pending.pop()
+        if not isinstance(current, Symbol) or id(current) in seen:
+            continue
+        seen.add(id(current))
+        if current.template == "score":
+            return True
+        pending += [operand for operand, _ in current.operands]
+    return False
+
+
+_lock = threading.Lock()
+
+
+@cache
+def _loaded(text: str) -> ModuleType:
+    # The name tells one text's functions from another's: Triton's own cache goes by it.
+    name = f"evenshare_variant_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    try:
+        path = _written(cache_dir() / "variants" / f"{name}.py", text)
+    except OSError:  # a home that cannot be written
+        path = _written(Path(tempfile.mkdtemp(prefix="evenshare-")) / f"{name}.py", text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where inspect, and so Triton, looks a function's file up
+    spec.loader.exec_module(module)
+    return module
+
+
+def load(text: str) -> ModuleType:
+    """The module of this text, from a file in the cache directory; the same object for the same text."""
+    with _lock:
+        return _loaded(text)
+
+
+def _written(path: Path, text: str) -> Path:
+    """The file, whole at any time for whoever else reads it."""
+    if not path.is_file() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".py")
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(unfinished, path)
+    return path

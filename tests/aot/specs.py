@@ -19,6 +19,11 @@ from evenshare.ops.kernels import append
 from evenshare.quant.kernels import dequantize, grouped, hopper_w4a16, w4a16
 from evenshare.schedule.kernels import parts, shares
 
+if __package__:
+    from tests.aot.variant_specs import variant_specs
+else:  # beside the script that compiles them
+    from variant_specs import variant_specs
+
 # ptxas keeps a few registers on the stack around the calls that divide 64-bit integers, outside the loops.
 AROUND_CALLS = 8
 
@@ -30,7 +35,7 @@ class Spec:
     name: str
     kernel: Any  # a jit function
     constants: dict[str, Any]
-    types: dict[str, str]  # of pointers and floats, as Triton writes them; an argument left out is int32
+    types: dict[str, Any]  # of pointers and floats, as Triton writes them, of a tuple those of its parts; left out: int32
     ones: tuple[str, ...] = ()  # strides that are 1, which the launch specialises on
     unaligned: tuple[str, ...] = ()  # integers that are no multiple of 16
     num_warps: int = 4
@@ -43,9 +48,9 @@ class Spec:
         """Whether sm_90 must use its warp-group instruction, which takes 64 rows."""
         return self.tensor_cores and self.constants.get("BLOCK_M", 64) >= 64
 
-    def signature(self) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]]:
+    def signature(self) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]]:
         """(types, constants, attributes) by argument, as the launch would specialise them. Raises ValueError for a wrong name."""
-        types: dict[str, str] = {}
+        types: dict[str, Any] = {}
         constants: dict[tuple[int, ...], Any] = {}
         attributes: dict[tuple[int, ...], list[list[Any]]] = {}
         known = {**self.constants, **dict.fromkeys(self.ones, 1)}
@@ -57,7 +62,12 @@ class Spec:
                 constants[index,] = known[name]
                 continue
             types[name] = self.types.get(name, "i32")
-            if types[name].startswith("*") or (types[name] == "i32" and name not in unspecialized):
+            if isinstance(types[name], tuple):  # "1" is the constant
+                parts = types[name]
+                constants |= {(index, part): 1 for part, kind in enumerate(parts) if kind == "1"}
+                attributes |= {(index, part): [["tt.divisibility", 16]] for part, kind in enumerate(parts) if kind[0] == "*"}
+                types[name] = tuple("constexpr" if kind == "1" else kind for kind in parts)
+            elif types[name].startswith("*") or (types[name] == "i32" and name not in unspecialized):
                 attributes[index,] = [["tt.divisibility", 16]]
         named = {*self.constants, *self.types, *self.ones, *self.unaligned}
         missing = [name for name in parameters if name.isupper() and name not in self.constants]
@@ -617,4 +627,5 @@ def all_specs() -> list[Spec]:
         *(profiled(next(specs())) for specs in (attention_specs, hopper_specs, decode_specs)),
         *merge_specs(),
         *small_specs(),
+        *variant_specs(attention_specs()),
     ]

@@ -12,11 +12,11 @@ import torch
 import triton
 
 import evenshare
-from evenshare.attention import tiles
+from evenshare.attention import tiles, variants
 from evenshare.attention.problem import Problem
 from evenshare.gemm.plan import choose_tile
 from evenshare.quant import plan as quant_plan
-from tests.aot import specs
+from tests.aot import specs, variant_specs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Called by kernels of other files, never launched.
@@ -34,6 +34,21 @@ def constants_of(kernel_name: str, wide: bool | None = None) -> set[tuple[Any, .
     }  # fmt: skip
 
 
+def compiled_variant() -> evenshare.Variant:
+    """The variant whose source is compiled: integers and floats from tables, an instruction of the GPU, sinks of 16 bits."""
+    capped, biased = variants.soft_cap(30.0, approximate=True), variants.alibi(torch.rand(32))
+
+    def capped_alibi(score: Any, *positions: Any) -> Any:
+        return biased(capped(score, *positions), *positions)
+
+    ids, sinks = torch.zeros(2, 64, dtype=torch.int32), torch.rand(32, dtype=torch.bfloat16)
+    return evenshare.Variant(score_mod=capped_alibi, mask_mod=variants.documents(ids), sinks=sinks)
+
+
+def test_the_compiled_variant_is_what_is_generated_today() -> None:
+    assert compiled_variant().source() == variant_specs.SOURCE.read_text()
+
+
 def test_names_are_unique() -> None:
     names = [spec.name for spec in specs.all_specs()]
     assert len(set(names)) == len(names)
@@ -43,7 +58,8 @@ def test_names_are_unique() -> None:
 def test_every_argument_has_a_type(spec: specs.Spec) -> None:
     types, constants, attributes = spec.signature()
     assert list(types) == list(inspect.signature(spec.kernel.fn).parameters)
-    assert len(constants) == list(types.values()).count("constexpr")
+    flat = [part for kind in types.values() for part in (kind if isinstance(kind, tuple) else (kind,))]
+    assert len(constants) == flat.count("constexpr")
     assert not set(constants) & set(attributes)
 
 

@@ -257,12 +257,12 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, 
         if SOFTMAX:
             safe = tl.where(total == 0.0, 1.0, total)
             acc = acc / safe[:, None]
-            lse2 = tl.where(total == 0.0, NEG_INF, peak + tl.log2(safe))
-        else:
-            lse2 = total
         if v_scale_ptr is not None:
             acc *= tl.load(v_scale_ptr + kv_head * stride_v_scale)
         acc = tl.where(is_bad, 0.0, acc)
+        lse2 = total
+        if SOFTMAX:
+            lse2 = tl.where(total == 0.0, NEG_INF, peak + tl.log2(safe))
 
         finished = num_slots == 1
         if num_slots > 1:

@@ -132,9 +132,8 @@ class _Body:
         lines = []
         for tensor in self._tables.values():
             name, first = self.printer.place(tensor)
-            lines.append(
-                f"{name} = args[{first}]  # {str(tensor.dtype).removeprefix('torch.')}, {tensor.dim()} dimensions"
-            )
+            dims = ", ".join(":" * tensor.dim())
+            lines.append(f"{name} = args[{first}]  # {str(tensor.dtype).removeprefix('torch.')}[{dims}]")
         return lines
 
     def _name_of(self, symbol: Symbol) -> str:

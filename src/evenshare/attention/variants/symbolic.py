@@ -129,7 +129,7 @@ def _apply(name: str, *args: Any, **kwargs: Any) -> Any:
 class CapturedTensors(TorchFunctionMode):
     """Refuses to compute with captured tensors alone: the result would be the values of today. Views are tables too."""
 
-    _ASKED = ("size", "dim", "stride", "numel", "__get__", "__len__", "__hash__", "untyped_storage", "data_ptr")
+    _READS = ("item", "tolist", "numpy", "equal", "allclose", *(f"__{x}__" for x in ("bool", "int", "float", "index", "contains")))
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -138,9 +138,10 @@ class CapturedTensors(TorchFunctionMode):
         flat = [x for arg in args for x in (arg if isinstance(arg, tuple | list) else (arg,))]
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         result = function(*args, **(kwargs or {}))
-        if tensors and not any(isinstance(x, Symbol | Table) for x in flat) and name not in self._ASKED:
+        if tensors and not any(isinstance(x, Symbol | Table) for x in flat):
             storages = {t.untyped_storage().data_ptr() for t in tensors}
-            if not isinstance(result, torch.Tensor) or result.untyped_storage().data_ptr() not in storages:
+            computed = isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in storages
+            if computed or name in self._READS:
                 fail(
                     f"the operation {name.strip('_')} on a captured tensor alone, which would not follow its values; "
                     "want it outside the function"

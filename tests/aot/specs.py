@@ -14,6 +14,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from evenshare.attention.kernels import forward, hopper_decode, hopper_decode_fp8, hopper_prefill, merge, tile_table
 from evenshare.device import epilogue
+from evenshare.gemm.kernels import grouped as grouped_matmul
 from evenshare.gemm.kernels import hopper_matmul, matmul
 from evenshare.ops.kernels import append
 from evenshare.quant.kernels import dequantize, grouped, hopper_w4a16, w4a16
@@ -134,6 +135,34 @@ def gemm_specs() -> Iterator[Spec]:
             num_warps,
             tensor_cores=dtype != "fp32",
             known_spills=AROUND_CALLS if dtype == "fp32" else 0,
+        )
+
+
+def grouped_matmul_specs() -> Iterator[Spec]:
+    # dtype, (block m, n, k), warps, stages, whether weights are transposed, rows by index, activation
+    cases = [
+        ("bf16", (16, 64, 128), 4, 4, True, True, "silu_and_multiply"),
+        ("bf16", (64, 64, 64), 4, 4, False, False, None),
+        ("fp16", (128, 128, 64), 8, 3, True, True, None),
+        ("fp32", (16, 64, 32), 4, 3, True, False, "relu"),
+    ]
+    for dtype, block, num_warps, stages, transposed, by_index, activation in cases:
+        constants: dict[str, Any] = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), block, strict=True))
+        constants |= {"GROUPS": 64, "NUM_STAGES": stages, "ACTIVATION": epilogue.get_activation(activation)}
+        constants |= {"GATED": activation == "silu_and_multiply"}
+        types = pointers(dtype, "a", "b", "bias", "out") | pointers("fp32", "partials")
+        types |= pointers("i32", "offsets", "gather", "scatter", "counters")
+        if not by_index:
+            constants |= {"gather_ptr": None, "scatter_ptr": None}
+            types = {name: kind for name, kind in types.items() if name not in constants}
+        yield Spec(
+            f"grouped gemm {dtype} {'x'.join(map(str, block))} {'a b.T' if transposed else 'a b'} {activation or ''}".strip(),
+            grouped_matmul.grouped_matmul,
+            constants,
+            types,
+            ones=("stride_a_k", "stride_out_n", "stride_bias_n", "stride_b_k" if transposed else "stride_b_n"),
+            num_warps=num_warps,
+            tensor_cores=dtype != "fp32",
         )
 
 
@@ -619,6 +648,7 @@ def all_specs() -> list[Spec]:
         *w4a16_specs(),
         *grouped_specs(),
         *hopper_w4a16_specs(),
+        *grouped_matmul_specs(),
         *hopper_matmul_specs(),
         *attention_specs(),
         *hopper_specs(),

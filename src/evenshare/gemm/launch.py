@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import torch
+import triton
 
 from evenshare.device.activations import is_gated
 from evenshare.device.epilogue import get_activation
 from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
+from evenshare.gemm import plan as plans
+from evenshare.gemm.kernels import grouped
 from evenshare.gemm.kernels import matmul as kernels
-from evenshare.gemm.plan import plan_matmul
+from evenshare.gemm.plan import plan_grouped, plan_matmul
 
 
 def loads_vectors(t: torch.Tensor) -> bool:
@@ -63,6 +66,58 @@ def matmul(
             shares.num_whole,
             ACTIVATION=get_activation(activation),
             GATED=is_gated(activation),
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            NUM_STAGES=tile.num_stages,
+            num_warps=tile.num_warps,
+        )
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    gather: torch.Tensor | None,
+    scatter: torch.Tensor | None,
+    m: int,
+    out: torch.Tensor,
+    target: Target,
+) -> None:
+    """out[scatter[i]] = activation(x[gather[i]] w[g] + bias[g]), m rows i of all groups g; m and n at least 1, any strides."""
+    (num_groups, k, n), (num_out_rows, n_out) = w.shape, out.shape
+    aligned = loads_vectors(x) and w.stride(0) % 16 == 0 and loads_vectors(w[0] if n == n_out else w[0][:, :n_out])
+    tile, num_workers = plan_grouped(m, num_groups, n, k, x.element_size(), target.num_sms, aligned, target.interpreted)
+    workspace = stream_workspace(2 * num_workers * tile.block_m * tile.block_n, 2 * num_workers, x.device)
+    with torch.cuda.device_of(x):
+        grouped.grouped_matmul[(num_workers,)](
+            x,
+            w,
+            bias,
+            out,
+            offsets.contiguous(),
+            None if gather is None else gather.contiguous(),
+            None if scatter is None else scatter.contiguous(),
+            workspace.partials,
+            workspace.counters,
+            m,
+            n_out,
+            k,
+            x.shape[0],
+            num_out_rows,
+            *x.stride(),
+            *w.stride(),
+            *((0, 0) if bias is None else bias.stride()),
+            *out.stride(),
+            num_groups,
+            num_workers,
+            max(1, -(-k // tile.block_k)),
+            plans.MIN_STEPS_PER_SHARE,
+            ACTIVATION=get_activation(activation),
+            GATED=is_gated(activation),
+            GROUPS=triton.next_power_of_2(num_groups),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,

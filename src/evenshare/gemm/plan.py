@@ -99,3 +99,24 @@ def plan_matmul(
     tile = choose_tile(m, n, itemsize, num_sms, aligned)
     num_tiles, iters = _num_tiles(m, n, tile), -(-k // tile.block_k)
     return GemmPlan(tile, choose_shares(cost_model(tile, itemsize), num_tiles, iters, num_sms * tile.workers_per_sm))
+
+
+MIN_STEPS_PER_SHARE = 4  # of a group's tile: fewer do not pay for a partial and its merge; an estimate
+
+
+def plan_grouped(
+    m: int,
+    num_groups: int,
+    n: int,
+    k: int,
+    itemsize: int,
+    num_sms: int,
+    aligned: bool = True,
+    interpreted: bool = False,
+) -> tuple[TileConfig, int]:
+    """Tile and number of programs for m rows that are dealt to groups on the device: enough for any way of dealing them. A worker
+    has two partials at most, and fewer than two split tiles a worker exist."""
+    tile = INTERPRETER_TILE if interpreted else choose_tile(-(-m // num_groups), n, itemsize, num_sms, aligned)
+    row_tiles = m // tile.block_m + min(num_groups, m)
+    most = row_tiles * -(-n // tile.block_n) * max(1, -(-k // tile.block_k) // MIN_STEPS_PER_SHARE)
+    return tile, min(most, num_sms * tile.workers_per_sm)

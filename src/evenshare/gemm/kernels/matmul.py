@@ -22,16 +22,16 @@ def _tile_coordinates(tile, tiles_m, tiles_n):
 
 
 @triton.jit
-def _accumulate(a_ptr, b_ptr, rows, columns, m, n, k, begin, end, stride_a_m, stride_a_k, stride_b_k, stride_b_n,
-                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
-    """The k-steps [begin, end) of one tile: fp32 [BLOCK_M, BLOCK_N]."""
+def accumulate(a_ptr, b_ptr, rows, is_row, columns, n, k, begin, end, stride_a_m, stride_a_k, stride_b_k, stride_b_n,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
+    """The k-steps [begin, end) of one tile: fp32 [BLOCK_M, BLOCK_N]. Rows of a that are none are not read."""
     inner = tl.arange(0, BLOCK_K)
     at = (begin * BLOCK_K + inner).to(tl.int64)
     a_ptrs = a_ptr + rows.to(tl.int64)[:, None] * stride_a_m + at[None, :] * stride_a_k
     b_ptrs = b_ptr + at[:, None] * stride_b_k + columns.to(tl.int64)[None, :] * stride_b_n
     a_step = tl.cast(stride_a_k, tl.int64) * BLOCK_K
     b_step = tl.cast(stride_b_k, tl.int64) * BLOCK_K
-    a_rows = (rows < m)[:, None]
+    a_rows = is_row[:, None]
     b_columns = (columns < n)[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in tl.range(begin, end, num_stages=NUM_STAGES):
@@ -70,8 +70,8 @@ def matmul(a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters
         tile_m, tile_n = _tile_coordinates(current, tiles_m, tiles_n)
         rows = tile_m * BLOCK_M + tile_rows
         columns = tile_columns(tile_n, n, BLOCK_N, GATED)
-        acc = _accumulate(a_ptr, b_ptr, rows, columns, m, columns_b, k, begin, end,
-                          stride_a_m, stride_a_k, stride_b_k, stride_b_n, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+        acc = accumulate(a_ptr, b_ptr, rows, rows < m, columns, columns_b, k, begin, end,
+                         stride_a_m, stride_a_k, stride_b_k, stride_b_n, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
         complete = end - begin == iters_per_tile
         if not complete:
             inner = tile_rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]

@@ -283,11 +283,9 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, 
                 # Once for each row, by whoever finishes it. A row without keys stays one.
                 sink2 = SINK(head, variant_args) * LOG2E
                 top = tl.maximum(lse2, sink2)
-                with_sink = tl.where(
-                    lse2 == NEG_INF, NEG_INF, top + tl.log2(tl.exp2(lse2 - top) + tl.exp2(sink2 - top))
-                )
+                with_sink = top + tl.log2(tl.exp2(lse2 - top) + tl.exp2(sink2 - top))
                 acc *= tl.where(lse2 == NEG_INF, 0.0, tl.exp2(lse2 - with_sink))[:, None]
-                lse2 = with_sink
+                lse2 = tl.where(lse2 == NEG_INF, NEG_INF, with_sink)
             _store_rows(out_ptr, lse_ptr, acc, lse2, q_start, q_idx.to(tl.int64), head, rows_valid, lse_scale,
                         stride_o_start, stride_o_token, stride_o_head, stride_lse_start, stride_lse_token, stride_lse_head,
                         HEAD_DIM_V, BLOCK_DV, HAS_LSE)  # fmt: skip

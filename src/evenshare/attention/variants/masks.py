@@ -116,7 +116,8 @@ def pack_masks(masks: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
 def tree(parents: torch.Tensor, kv_lens: torch.Tensor) -> MaskMod:
     """Speculative decoding with a tree of draft tokens (SpecInfer, arXiv 2305.09781, section 4.2).
 
-    The last T query rows and keys of a request are its tree; a token sees itself, its ancestors, and every key before the tree.
+    The last T keys of a request are its tree; a token sees itself, its ancestors, and every key before the tree. Rows before it are
+    causal.
     parents: integers [B, T], the parent of each token, an earlier token of the tree, or -1 for a root.
     kv_lens: integers [B], keys of the requests, those of the tree included.
     Ancestors are worked out here, in T steps: another tree wants another mask.
@@ -133,8 +134,8 @@ def tree(parents: torch.Tensor, kv_lens: torch.Tensor) -> MaskMod:
 
     def tree(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         begin = kv_lens[b] - num_tokens
-        token = torch.clamp(kv_idx - begin, min=0)
-        return (kv_idx < begin) | sees[b, q_idx - begin, token]
+        row, key = torch.clamp(q_idx - begin, min=0), torch.clamp(kv_idx - begin, min=0)
+        return torch.where(kv_idx < begin, kv_idx <= q_idx, (q_idx >= begin) & sees[b, row, key])
 
     return tree
 

@@ -52,7 +52,9 @@ def elementwise(template: str, takes: str | None = None, gives: str | None = Non
     """Rule of a function of as many operands as the template names. takes: their kind; None: promoted, at least `least`."""
     count = 1 + max(i for i in range(3) if f"{{{i}}}" in template)
 
-    def rule(name: str, *args: Any, out: None = None) -> Symbol:
+    def rule(name: str, *args: Any, inplace: bool = False) -> Symbol:
+        if inplace:
+            fail(f"{name}: got inplace=True, want it out of place")
         if len(args) != count:
             fail(f"{name}: got {len(args)} arguments, want {count}")
         operands = [operand_of(arg, name) for arg in args]
@@ -107,14 +109,14 @@ def _floor_divide(name: str, a: Any, b: Any) -> Symbol:
 
 def _pow(name: str, a: Any, b: Any) -> Symbol:
     base, exponent = operand_of(a, name), operand_of(b, name)
-    if not isinstance(base, Symbol) and base > 0:
+    if not isinstance(base, Symbol) and base > 0 and promoted(base, exponent) == "float":
         return elementwise(f"tl.exp2({{0}} * {math.log2(base)!r})", takes="float")(name, exponent)
     if exponent == 0.5 and not isinstance(exponent, Symbol):
         return elementwise("tl.sqrt({0})", takes="float")(name, base)
     if not isinstance(exponent, Symbol) and exponent == int(exponent) and 1 <= exponent <= MAX_POWER:
         kind = max(promoted(base, exponent), "int", key=KINDS.index)
         return elementwise(" * ".join(["{0}"] * int(exponent)), takes=kind)(name, base)
-    fail(f"{name}: want an exponent of 0.5 or 1 to {MAX_POWER}, or a number above 0 as the base")
+    fail(f"{name}: want an exponent of 0.5 or 1 to {MAX_POWER}, or a float above 0 as the base")
 
 
 def _where(name: str, condition: Any, a: Any, b: Any) -> Symbol:
@@ -227,7 +229,7 @@ RULES: dict[str, Rule] = {
     "abs": elementwise("tl.abs({0})", least="int"),
     "floor": elementwise("tl.floor({0})", takes="float"),
     "ceil": elementwise("tl.ceil({0})", takes="float"),
-    "relu": lambda name, x, inplace=False: elementwise("tl.maximum({0}, 0)", least="int")(name, x),
+    "relu": elementwise("tl.maximum({0}, 0)", least="int"),
     "minimum": elementwise("tl.minimum({0}, {1})", least="int"),
     "maximum": elementwise("tl.maximum({0}, {1})", least="int"),
     "clamp": _clamp,

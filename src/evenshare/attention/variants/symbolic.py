@@ -44,6 +44,8 @@ class Symbol:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if function is torch.Tensor.where:
+            args = (args[1], args[0], *args[2:])
         return _apply(getattr(function, "__name__", str(function)), *args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -100,6 +102,8 @@ class _Method:
         self._name, self._owner = name, owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._name == "where" and args:  # whose condition comes first elsewhere
+            return _apply("where", args[0], self._owner, *args[1:], **kwargs)
         return _apply(self._name, self._owner, *args, **kwargs)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -127,26 +131,51 @@ def _apply(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class CapturedTensors(TorchFunctionMode):
-    """Refuses to compute with captured tensors alone: the result would be the values of today. Views are tables too."""
+    """Keeps functions from computing with captured tensors alone: the result would be that of today's values.
 
-    _READS = ("item", "tolist", "numpy", "equal", "allclose", *(f"__{x}__" for x in ("bool", "int", "float", "index", "contains")))
+    Views are tables too, and an element becomes a symbol with the first operation.
+    """
+
+    _READS = (
+        "item",
+        "tolist",
+        "numpy",
+        "equal",
+        "allclose",
+        *(f"__{x}__" for x in ("bool", "int", "float", "index", "contains")),
+    )
+    _WRITES = (
+        "__setitem__",
+        *(f"__i{x}__" for x in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")),
+    )
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         name = getattr(function, "__name__", str(function))
         flat = [x for arg in args for x in (arg if isinstance(arg, tuple | list) else (arg,))]
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
-        result = function(*args, **(kwargs or {}))
-        if tensors and not any(isinstance(x, Symbol | Table) for x in flat):
+        if not tensors or any(isinstance(x, Symbol | Table) for x in flat):
+            return function(*args, **kwargs)
+        writes = (
+            name == "__setitem__"
+            or (name.endswith("_") and not name.endswith("__"))
+            or name.startswith("__i")
+            or "out" in kwargs
+        )
+        if not writes or name in ("__index__", "__int__", "__invert__"):
+            result = function(*args, **kwargs)
             storages = {t.untyped_storage().data_ptr() for t in tensors}
             computed = isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in storages
-            if computed or name in self._READS:
-                fail(
-                    f"the operation {name.strip('_')} on a captured tensor alone, which would not follow its values; "
-                    "want it outside the function"
-                )
-        return result
+            if computed and all(t.dim() == 0 for t in tensors):
+                return _apply(name, *args, **kwargs)
+            if not computed and name not in self._READS:
+                return result
+        fail(
+            f"the operation {name.strip('_')} on captured tensors alone, which would not follow their values; "
+            "want it outside the function"
+        )
 
 
 def user_line() -> tuple[str, str]:

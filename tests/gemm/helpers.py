@@ -7,6 +7,7 @@ import math
 import torch
 
 from evenshare.gemm import reference
+from evenshare.gemm.epilogue import Epilogue
 
 
 def assert_product(
@@ -21,7 +22,7 @@ def assert_product(
     well, since a product and the partial sums are each rounded by half an eps and an activation has a slope below 1.2."""
     rows = a.reshape(math.prod(a.shape[:-1]), b.shape[0])
     wide_bias = None if bias is None else bias.double()
-    want = reference.matmul(rows.double(), b.double(), wide_bias, activation)
+    want = reference.matmul(rows.double(), b.double(), Epilogue(wide_bias, activation))
     assert y.dtype == a.dtype
     assert y.shape == (*a.shape[:-1], b.shape[1])
     error = y.reshape(want.shape).double() - want
@@ -50,7 +51,7 @@ def assert_gated(
 ) -> None:
     """float32 y = activation(gate) up + residual. The sum of each half is known to 2 eps of its magnitudes (`assert_product`), the
     slope of an activation is below 1.2, and the activation, the product and the sum are rounded: 4 eps of each."""
-    want = reference.matmul(a.double(), b.double(), bias.double(), activation, residual.double())
+    want = reference.matmul(a.double(), b.double(), Epilogue(bias.double(), activation, residual.double()))
     gate, up = (a.double() @ b.double() + bias.double()).chunk(2, -1)
     spread = (a.double().abs() @ b.double().abs() + bias.double().abs()).chunk(2, -1)
     bound = 2 * (1.2 * spread[0] * up.abs() + gate.abs() * spread[1])

@@ -18,8 +18,8 @@ def force_plan(monkeypatch: pytest.MonkeyPatch, num_workers: int) -> list[Unifor
     used: list[UniformPlan] = []
     tile = INTERPRETER_TILE
 
-    def plan(m: int, n: int, k: int, *_: object) -> GemmPlan:
-        num_tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
+    def plan(m: int, n: int, k: int, *rest: int) -> GemmPlan:
+        num_tiles = rest[-1] * -(-m // tile.block_m) * -(-n // tile.block_n)  # the batch comes last
         used.append(uniform_plan(num_tiles, -(-k // tile.block_k), num_workers))
         return GemmPlan(tile, used[-1])
 
@@ -215,3 +215,58 @@ def test_nan_in_one_row_stays_in_it(device: torch.device, monkeypatch: pytest.Mo
     y = matmul(a, b, activation="relu", backend="triton")
     assert y[3].isnan().all()
     assert y.isnan().sum() == 20
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize(
+    ("batch", "m", "n", "k"), [(1, 5, 7, 9), (3, 19, 33, 50), (5, 1, 4, 100), (2, 4, 3, 0), (0, 3, 3, 3)]
+)
+def test_batch(
+    batch: int, m: int, n: int, k: int, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the strides between the products of a batch are, that of a product given many times too."""
+    if batch * m * n * k:
+        force_plan(monkeypatch, 5)
+    a = torch.randn(m, batch, 2 * k, device=device)[:, :, ::2].transpose(0, 1)
+    b, shared = torch.randn(batch, n, k, device=device).mT, torch.randn(k, n, device=device).expand(batch, k, n)
+    base = torch.randn(n, m, 2 * batch, device=device)
+    for right in (b, shared):
+        residual, out = base.permute(2, 1, 0)[::2], torch.full((batch, n, m), torch.nan, device=device).mT
+        y = matmul(a, right, activation="relu", residual=residual, out=out, backend=backend)
+        assert y is out
+        want = (a.double() @ right.double()).relu() + residual
+        torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5 * max(k, 1) ** 0.5)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("activation", [None, "silu_and_multiply"])
+def test_alpha_beta_and_accumulation(
+    activation: str | None, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_plan(monkeypatch, 5)
+    a, b, bias = (torch.randn(s, device=device) for s in ((19, 70), (70, 24), (24,)))
+    residual = torch.randn(19, 12 if activation else 24, device=device)
+    wide = [t.double() for t in (a, b, bias)]
+    product = 0.25 * wide[0] @ wide[1] + wide[2]
+    if activation:
+        gate, up = product.chunk(2, 1)
+        product = torch.nn.functional.silu(gate) * up
+    want = product - 3 * residual.double()
+    y = matmul(a, b, bias=bias, activation=activation, residual=residual, alpha=0.25, beta=-3, backend=backend)
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=2e-5)
+    assert matmul(a, b, bias=bias, activation=activation, residual=residual, out=residual, alpha=0.25, beta=-3,
+                  backend=backend) is residual  # fmt: skip
+    assert torch.equal(residual, y)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_output_of_another_dtype(backend: str, device: torch.device) -> None:
+    """float16 operands, and the float32 sum as it is."""
+    a, b = torch.randn(9, 90, device=device).half(), torch.randn(90, 20, device=device).half()
+    y = matmul(a, b, out_dtype=torch.float32, backend=backend)
+    assert y.dtype == torch.float32
+    tolerance = 1e-5 if backend == "triton" else 1e-2
+    torch.testing.assert_close(y.double(), a.double() @ b.double(), rtol=tolerance, atol=tolerance)
+    out = torch.empty(20, 9, dtype=torch.bfloat16, device=device).T
+    assert matmul(a, b, out=out, out_dtype=torch.bfloat16, backend=backend) is out
+    torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-2, atol=5e-2)

@@ -11,6 +11,7 @@ import torch
 from evenshare.device.workspace import stream_workspace
 from evenshare.gemm import grouped_matmul, reference
 from evenshare.gemm import plan as gemm_plan
+from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.plan import plan_grouped
 
 BACKENDS = ("cpu", "triton")
@@ -42,7 +43,9 @@ def expected(
     want, dealt = rows.new_zeros(rows.shape[0], n_out), torch.zeros(rows.shape[0], dtype=torch.bool, device=x.device)
     for group, (begin, end) in enumerate(itertools.pairwise(offsets.tolist())):
         bias_of = None if bias is None else bias[group].double()
-        want[begin:end] = reference.matmul(rows[begin:end], w[group].double(), bias_of, options.get("activation"))
+        want[begin:end] = reference.matmul(
+            rows[begin:end], w[group].double(), Epilogue(bias_of, options.get("activation"))
+        )
         dealt[begin:end] = True
     return want, dealt
 

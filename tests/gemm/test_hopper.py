@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from evenshare.device.target import Target
 from evenshare.gemm import hopper, launch
+from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.kernels import hopper_matmul
 from evenshare.schedule.uniform import uniform_plan
 from tests.emulator import Emulated
@@ -53,9 +54,8 @@ def use(monkeypatch: pytest.MonkeyPatch, tile: hopper.HopperTile, num_workers: i
 
 
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
-    arguments = {"bias": None, "activation": None, "residual": None, "target": target()} | options
-    assert hopper.refusal(a, b, arguments["target"]) is None
-    hopper.matmul(a, b, out=out, **arguments)
+    assert hopper.refusal(a, b, target()) is None
+    hopper.matmul(a, b, Epilogue(**options), out, target())
     return out
 
 
@@ -67,14 +67,14 @@ def check(a: torch.Tensor, b: torch.Tensor, by_tma: bool = True, **options: Any)
     out = wide[1:-1, :n_out] if by_tma else wide[1:-1, 1 : 1 + n_out]
     product(a, b, out, **options)
     assert int((~wide.isnan()).sum()) == out.numel(), "written outside"
-    want = a.double() @ b.double()
+    want = options.get("alpha", 1.0) * a.double() @ b.double()
     want = want if bias is None else want + bias.double()
     if activation in GATES:
         gate, up = want.chunk(2, 1)
         want = GATES[activation](gate) * up
     else:
         want = ACTIVATIONS[activation](want)
-    want = want if residual is None else want + residual.double()
+    want = want if residual is None else want + options.get("beta", 1.0) * residual.double()
     summed = (a.double().abs() @ b.double().abs()).max()  # what float32 sums round by
     budget = torch.finfo(a.dtype).eps * want.abs().max() + 64 * torch.finfo(torch.float32).eps * summed
     assert float((out.double() - want).abs().max()) <= float(budget)
@@ -106,11 +106,26 @@ def test_epilogues(monkeypatch: pytest.MonkeyPatch, activation: str | None) -> N
         a, b = operand(140, 130, 1), operand(130, 200, b_dim)
         check(a, b, by_tma, activation=activation)
         check(a, b, by_tma, activation=activation, bias=torch.randn(200), residual=torch.randn(n_out, 140).to(BF16).t())
+        check(a, b, by_tma, activation=activation, residual=torch.randn(140, n_out), alpha=0.5, beta=-2.0)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 8), (3, 500, 64), (129, 8, 65), (64, 64, 4096), (520, 40, 16)])
 def test_shapes(m: int, n: int, k: int) -> None:
     check(operand(m, k, 1), operand(k, n, 0))
+
+
+def test_a_batch_of_products_that_fill_the_gpu() -> None:
+    a, b = torch.randn(2, 150, 64).to(BF16), torch.randn(2, 200, 64).to(BF16).mT
+    residual = torch.randn(2, 150, 200)
+    out = torch.full((2, 150, 200), torch.nan, dtype=BF16)
+    launch.matmul(a, b, Epilogue(residual=residual), out, target())
+    torch.testing.assert_close(out.double(), a.double() @ b.double() + residual, rtol=1e-2, atol=1e-2)
+
+
+def test_an_output_in_float32() -> None:
+    a, b = operand(70, 130, 1), operand(130, 96, 0)
+    out = product(a, b, torch.full((70, 96), torch.nan))
+    torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
 
 
 def test_the_same_bits_on_the_workspace_of_the_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,5 +164,5 @@ def test_tiles_follow_the_shape() -> None:
 def test_a_hopper_gpu_runs_it() -> None:
     a, b = operand(70, 130, 1), operand(130, 90, 0)
     direct, launched = (torch.empty(70, 90, dtype=BF16) for _ in range(2))
-    launch.matmul(a, b, None, "relu", None, launched, target())
+    launch.matmul(a[None], b[None], Epilogue(activation="relu"), launched[None], target())
     assert torch.equal(launched, product(a, b, direct, activation="relu"))

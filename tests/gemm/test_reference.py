@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from evenshare.gemm import matmul, reference
+from evenshare.gemm.epilogue import Epilogue
 from tests.gemm.helpers import assert_product
 
 ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
@@ -17,7 +18,7 @@ ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu
 def test_oracle_is_what_torch_computes(activation: str | None, k: int) -> None:
     a, b, bias = (torch.randn(s, dtype=torch.float64) for s in ((5, k), (k, 7), (7,)))
     want = ACTIVATIONS[activation](a @ b + bias)
-    torch.testing.assert_close(reference.matmul(a, b, bias, activation), want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(reference.matmul(a, b, Epilogue(bias, activation)), want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

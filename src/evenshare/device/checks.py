@@ -24,6 +24,7 @@ def check_epilogue(
     activation: str | None,
     residual: torch.Tensor | None,
     out: torch.Tensor | None,
+    out_dtype: torch.dtype | None = None,
 ) -> int:
     """The columns of the output of a product of x [..., k], `name` in messages, with n columns: n, or n / 2 if gated.
 
@@ -54,8 +55,9 @@ def check_epilogue(
             raise ValueError(f"residual: got device {residual.device}, want that of {name}, {x.device}")
     if out is not None:
         check_is_tensor(out=out)
-        if out.dtype != x.dtype:
-            raise TypeError(f"out: got {out.dtype}, want that of {name}, {x.dtype}")
+        if out.dtype != (x.dtype if out_dtype is None else out_dtype):
+            want_dtype = f"that of {name}, {x.dtype}" if out_dtype in (None, x.dtype) else str(out_dtype)
+            raise TypeError(f"out: got {out.dtype}, want {want_dtype}")
         if out.shape != (want := (*x.shape[:-1], num_columns)):
             raise ValueError(f"out: got shape {tuple(out.shape)}, want {want}")
         if out.device != x.device:

@@ -59,8 +59,8 @@ def tile_columns(tile_n, n, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
 @triton.jit
 def store_tile(out_ptr, bias_ptr, residual_ptr, acc, rows, tile_n, m, n,
                stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
-               ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """out[rows, its columns] = ACTIVATION(acc + bias) + residual, rounded once; rows past m and columns past n are left alone.
+               ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, beta=1.0):  # fmt: skip
+    """out[rows, its columns] = ACTIVATION(acc + bias) + beta residual, rounded once; rows past m and columns past n are left alone.
 
     bias_ptr, residual_ptr: None if there is none. The residual may be the output itself: each element is read by who writes it.
     """
@@ -79,7 +79,7 @@ def store_tile(out_ptr, bias_ptr, residual_ptr, acc, rows, tile_n, m, n,
     at = at.to(tl.int64)[None, :]
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + rows * stride_residual_m + at * stride_residual_n, mask=mask, other=0.0)
-        y += residual.to(tl.float32)
+        y += beta * residual.to(tl.float32)
     tl.store(out_ptr + rows * stride_out_m + at * stride_out_n, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -9,6 +9,7 @@ import torch
 from evenshare.device.checks import check_epilogue, check_is_tensor
 from evenshare.device.target import select_target
 from evenshare.gemm import reference
+from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.functions import DTYPES
 
 
@@ -99,7 +100,7 @@ def _loop(
             inside = (index >= 0) & (index < x.shape[0])
             rows = x.new_zeros(end - begin, x.shape[1])
             rows[inside] = x[index[inside]]
-        y = reference.matmul(rows, w[group], None if bias is None else bias[group], activation)
+        y = reference.matmul(rows, w[group], Epilogue(None if bias is None else bias[group], activation))
         if scatter is None:
             out[begin:end] = y
         else:

@@ -14,6 +14,7 @@ from evenshare.device.epilogue import get_activation
 from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
+from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.kernels import hopper_matmul
 from evenshare.gemm.plan import choose_shares
 from evenshare.schedule.cost_model import CostModel
@@ -102,6 +103,11 @@ def refusal(a: torch.Tensor, b: torch.Tensor, target: Target) -> str | None:
     return None
 
 
+def fills(m: int, n: int, target: Target) -> bool:
+    """Whether out [m, n] has a tile for every SM."""
+    return count_tiles(TILES[-1], m, n, False) >= target.num_sms
+
+
 def _major(t: torch.Tensor) -> int | None:
     """The dimension that is contiguous, if TMA takes the tensor."""
     piece = PIECE_BYTES // t.element_size()
@@ -113,19 +119,18 @@ def _major(t: torch.Tensor) -> int | None:
 def matmul(
     a: torch.Tensor,
     b: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    residual: torch.Tensor | None,
+    epilogue: Epilogue,
     out: torch.Tensor,
     target: Target,
     planner: Planner | None = None,
 ) -> None:
-    """As `launch.matmul`, for what `refusal` does not refuse. planner: who computes what; None: `plan_matmul`."""
+    """As `launch.matmul` for one product that `refusal` does not refuse. planner: who computes what; None: `plan_matmul`."""
+    bias, activation, residual, alpha, beta = epilogue
     (m, n), k, gated = out.shape, a.shape[1], is_gated(activation)
     plan = (planner or plan_matmul)(m, n, k, gated, target.num_sms)
     a_k_major, b_k_major = _major(a) == 1, _major(b) == 0
     a, b = a if a_k_major else a.t(), b.t() if b_k_major else b
-    by_tma = _major(out) == 1
+    by_tma = out.element_size() == 2 and _major(out) == 1
     launch = _bind(
         hopper_matmul.matmul,
         plan,
@@ -135,6 +140,7 @@ def matmul(
         by_tma,
         a.device,
         (m, n, k),
+        (float(alpha), float(beta)),
         (a.stride(0), b.stride(0), *out.stride(), *((0, 0) if residual is None else residual.stride())),
     )
     tile, shares = plan.tile, plan.shares
@@ -157,6 +163,7 @@ def _bind(
     by_tma: bool,
     device: torch.device,
     sizes: tuple[int, int, int],
+    factors: tuple[float, float],
     strides: tuple[int, ...],
 ) -> Launch:
     """A launch for every product of these sizes and strides; its arguments are the tensors."""
@@ -193,6 +200,7 @@ def _bind(
         num_warps=4,
     )
     static = (
+        *factors,
         m,
         n,
         *strides[2:],

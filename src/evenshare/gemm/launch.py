@@ -10,6 +10,7 @@ from evenshare.device.epilogue import get_activation
 from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
 from evenshare.gemm import plan as plans
+from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.kernels import grouped
 from evenshare.gemm.kernels import matmul as kernels
 from evenshare.gemm.plan import plan_grouped, plan_matmul
@@ -22,28 +23,28 @@ def loads_vectors(t: torch.Tensor) -> bool:
     return 1 in t.stride() and contiguous % 16 == 0 and other % 16 == 0 and t.data_ptr() % 16 == 0
 
 
-def matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-    target: Target,
-) -> None:
-    """out [m, n_out] = activation(a [m, k] b [k, n] + bias) + residual; m and n at least 1, any strides."""
+def matmul(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, out: torch.Tensor, target: Target) -> None:
+    """out [batch, m, n_out] = activation(alpha a [batch, m, k] b [batch, k, n] + bias) + beta residual. Any strides; of the sizes
+    only k may be 0.
+
+    Products of a batch that fill the GPU one by one go so to the Hopper kernel, the others all together to the portable one.
+    """
+    (batch, m, k), n, n_out = a.shape, b.shape[2], out.shape[2]
     if target.capability == HOPPER:
         from evenshare.gemm import hopper
 
-        if hopper.refusal(a, b, target) is None:
-            hopper.matmul(a, b, bias, activation, residual, out, target)
+        if hopper.refusal(a[0], b[0], target) is None and (batch == 1 or hopper.fills(m, n, target)):
+            for i in range(batch):
+                residual = None if epilogue.residual is None else epilogue.residual[i]
+                hopper.matmul(a[i], b[i], epilogue._replace(residual=residual), out[i], target)
             return
-    (m, k), n, n_out = a.shape, b.shape[1], out.shape[1]
     # Of a gated product each half of b has to begin at a multiple of 16.
-    aligned = loads_vectors(a) and loads_vectors(b if n == n_out else b[:, :n_out])
-    plan = plan_matmul(m, n, k, a.element_size(), target.num_sms, aligned, target.interpreted)
+    aligned = loads_vectors(a[0]) and loads_vectors(b[0] if n == n_out else b[0, :, :n_out])
+    aligned = aligned and (batch == 1 or (a.stride(0) % 16 == 0 and b.stride(0) % 16 == 0))
+    plan = plan_matmul(m, n, k, a.element_size(), target.num_sms, aligned, target.interpreted, batch)
     tile, shares = plan.tile, plan.shares
     workspace = stream_workspace(plan.partial_elements, shares.max_counters, a.device)
+    bias, activation, residual, alpha, beta = epilogue
     with torch.cuda.device_of(a):  # the tensors' GPU, not the current one
         kernels.matmul[(shares.num_workers,)](
             a,
@@ -53,13 +54,15 @@ def matmul(
             out,
             workspace.partials,
             workspace.counters,
+            float(alpha),
+            float(beta),
             m,
             n_out,
             k,
             *a.stride(),
             *b.stride(),
             *out.stride(),
-            *((0, 0) if residual is None else residual.stride()),
+            *((0, 0, 0) if residual is None else residual.stride()),
             shares.num_workers,
             shares.num_tiles,
             shares.iters_per_tile,

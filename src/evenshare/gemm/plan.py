@@ -47,13 +47,13 @@ UNALIGNED_BLOCK_K = 32
 INTERPRETER_TILE = TileConfig(16, 16, 16, 1, 1, 1)  # small, so that short inputs are split
 
 
-def choose_tile(m: int, n: int, itemsize: int, num_sms: int, aligned: bool = True) -> TileConfig:
-    """Tile sizes for out [m, n] with operands of `itemsize` bytes an element; aligned: they can be loaded 16 bytes at a time."""
+def choose_tile(m: int, n: int, itemsize: int, num_sms: int, aligned: bool = True, batch: int = 1) -> TileConfig:
+    """Tile sizes for `batch` times out [m, n]; itemsize: an operand's bytes; aligned: they can be loaded 16 at a time."""
     few_rows, small, *large = FLOAT32_TILES if itemsize == 4 else HALF_TILES
     tile = few_rows if m <= few_rows.block_m else small
     for candidate in large:
         # The large tile only where it neither leaves an SM without a tile of its own nor pads half of its rows.
-        if m > candidate.block_m // 2 and _num_tiles(m, n, candidate) >= num_sms:
+        if m > candidate.block_m // 2 and batch * _num_tiles(m, n, candidate) >= num_sms:
             tile = candidate
     return tile if aligned else replace(tile, block_k=min(tile.block_k, UNALIGNED_BLOCK_K))
 
@@ -84,9 +84,16 @@ def choose_shares(model: CostModel, num_tiles: int, iters_per_tile: int, max_wor
 
 @lru_cache(maxsize=4096)
 def plan_matmul(
-    m: int, n: int, k: int, itemsize: int, num_sms: int, aligned: bool = True, interpreted: bool = False
+    m: int,
+    n: int,
+    k: int,
+    itemsize: int,
+    num_sms: int,
+    aligned: bool = True,
+    interpreted: bool = False,
+    batch: int = 1,
 ) -> GemmPlan:
-    """Plan for out [m, n] = a [m, k] b [k, n], m and n at least 1, on `num_sms` SMs.
+    """Plan for `batch` products out [m, n] = a [m, k] b [k, n], m and n at least 1, on `num_sms` SMs.
 
     itemsize: bytes of an element of a and b. aligned: they can be loaded 16 bytes at a time. interpreted: by Triton's interpreter.
 
@@ -94,10 +101,10 @@ def plan_matmul(
     """
     if interpreted:
         tile = INTERPRETER_TILE
-        num_tiles, iters = _num_tiles(m, n, tile), -(-k // tile.block_k)
+        num_tiles, iters = batch * _num_tiles(m, n, tile), -(-k // tile.block_k)
         return GemmPlan(tile, uniform_plan(num_tiles, iters, max(1, min(num_sms, num_tiles * max(iters, 1)))))
-    tile = choose_tile(m, n, itemsize, num_sms, aligned)
-    num_tiles, iters = _num_tiles(m, n, tile), -(-k // tile.block_k)
+    tile = choose_tile(m, n, itemsize, num_sms, aligned, batch)
+    num_tiles, iters = batch * _num_tiles(m, n, tile), -(-k // tile.block_k)
     return GemmPlan(tile, choose_shares(cost_model(tile, itemsize), num_tiles, iters, num_sms * tile.workers_per_sm))
 
 

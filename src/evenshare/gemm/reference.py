@@ -5,21 +5,23 @@ from __future__ import annotations
 import torch
 
 from evenshare.device.activations import get_activation
+from evenshare.gemm.epilogue import Epilogue
 
 
 def matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    residual: torch.Tensor | None = None,
+    a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """activation(a [m, k] b [k, n] + bias [n]) + residual [m, n_out] in the dtype of a."""
-    if bias is None:
-        y = torch.mm(a, b)
-    elif bias.dtype == a.dtype:
+    """activation(alpha a [..., m, k] b [..., k, n] + bias) + beta residual in `dtype`, or that of a."""
+    bias, activation, residual, alpha, beta = epilogue or Epilogue()
+    if alpha != 1:
+        y = torch.matmul(a, b) * alpha
+        y = y if bias is None else y + bias
+    elif bias is not None and bias.dtype == a.dtype and a.ndim == 2:
         y = torch.addmm(bias, a, b)  # one rounding for the sum and the bias
     else:
-        y = torch.mm(a, b) + bias
+        y = torch.matmul(a, b)
+        y = y if bias is None else y + bias
     y = get_activation(activation)(y)
-    return (y if residual is None else y + residual).to(a.dtype)
+    if residual is not None:
+        y = y + (residual if beta == 1 else beta * residual)
+    return y.to(dtype or a.dtype)

@@ -119,7 +119,7 @@ def _add_bias(x, bias_ptr, at, first, n):
 
 
 @gluon.jit
-def _store(out, out_ptr, bias_ptr, residual_ptr, out_buf, acc, row, tile_n, m, n, stride_out_m, stride_out_n,
+def _store(out, out_ptr, bias_ptr, residual_ptr, out_buf, acc, alpha, beta, row, tile_n, m, n, stride_out_m, stride_out_n,
            stride_residual_m, stride_residual_n, ACTIVATION: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
     """As `device.epilogue.store_tile`, 64 columns at a time."""
     COLUMNS: gl.constexpr = acc.shape[1] // 2 if GATED else acc.shape[1]
@@ -136,16 +136,16 @@ def _store(out, out_ptr, bias_ptr, residual_ptr, out_buf, acc, row, tile_n, m, n
     layout: gl.constexpr = parts[0].type.layout
     for part in gl.static_range(COLUMNS // PANEL):
         at = tile_n * COLUMNS + part * PANEL + gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout))
-        y = ACTIVATION(_add_bias(parts[part], bias_ptr, at, 0, n))
+        y = ACTIVATION(_add_bias(parts[part] * alpha, bias_ptr, at, 0, n))
         if GATED:
-            y *= _add_bias(ups[part], bias_ptr, at, n, n)
+            y *= _add_bias(ups[part] * alpha, bias_ptr, at, n, n)
         rows = row + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, layout))
         mask = (rows < m).expand_dims(1) & (at < n).expand_dims(0)
         rows = rows.to(gl.int64).expand_dims(1)
         columns = at.to(gl.int64).expand_dims(0)
         if residual_ptr is not None:
             offsets = rows * stride_residual_m + columns * stride_residual_n
-            y += gl.load(residual_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
+            y += beta * gl.load(residual_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
         if out is not None:
             out_buf.slice(part * PANEL, PANEL, 1).store(y.to(out.dtype))
         else:
@@ -186,7 +186,7 @@ def _merge(
 
 
 @gluon.jit
-def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, m, n,
+def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, alpha, beta, m, n,
              stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
              worker, num_workers, tiles_m, tiles_n, iters_per_tile, num_whole, tail,
              a_bufs, b_bufs, out_bufs, full, empty,
@@ -244,14 +244,14 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partial
                 acc = _merge(acc, offsets, partials_ptr, first, last, tile_begin, tail, num_workers, CONSUMERS, number)
         if complete:
             row = tile_m * BLOCK_M + number * ROWS
-            _store(out, out_ptr, bias_ptr, residual_ptr, out_bufs.index(number), acc, row, tile_n, m, n, stride_out_m, stride_out_n,
+            _store(out, out_ptr, bias_ptr, residual_ptr, out_bufs.index(number), acc, alpha, beta, row, tile_n, m, n, stride_out_m, stride_out_n,
                    stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
     if out is not None:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_workers", "num_tiles", "iters_per_tile", "num_whole"])
-def matmul(a, b, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, m, n,
+@gluon.jit(do_not_specialize=["alpha", "beta", "num_workers", "num_tiles", "iters_per_tile", "num_whole"])
+def matmul(a, b, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, alpha, beta, m, n,
            stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
            num_workers, num_tiles, iters_per_tile, num_whole,
            A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
@@ -296,12 +296,12 @@ def matmul(a, b, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_pt
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (FIRST, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, m, n,
+                (_consume, (FIRST, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, alpha, beta, m, n,
                             stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
                             worker, num_workers, tiles_m, tiles_n, iters_per_tile, num_whole, tail,
                             a_bufs, b_bufs, out_bufs, full, empty, A_K_MAJOR, B_K_MAJOR, ACTIVATION, GATED,
                             BLOCK_M, BLOCK_N, CONSUMERS, STAGES)),
-                (_consume, (SECOND, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, m, n,
+                (_consume, (SECOND, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, alpha, beta, m, n,
                             stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
                             worker, num_workers, tiles_m, tiles_n, iters_per_tile, num_whole, tail,
                             a_bufs, b_bufs, out_bufs, full, empty, A_K_MAJOR, B_K_MAJOR, ACTIVATION, GATED,
@@ -315,7 +315,7 @@ def matmul(a, b, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_pt
     else:
         gl.warp_specialize(
             [
-                (_consume, (FIRST, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, m, n,
+                (_consume, (FIRST, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, alpha, beta, m, n,
                             stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
                             worker, num_workers, tiles_m, tiles_n, iters_per_tile, num_whole, tail,
                             a_bufs, b_bufs, out_bufs, full, empty, A_K_MAJOR, B_K_MAJOR, ACTIVATION, GATED,

@@ -45,14 +45,14 @@ def accumulate(a_ptr, b_ptr, rows, is_row, columns, n, k, begin, end, stride_a_m
 
 
 # The plan's numbers are not specialised on: no compilation for a plan of one tile or of one k-step.
-@triton.jit(do_not_specialize=["num_workers", "num_tiles", "iters_per_tile", "num_whole"])
-def matmul(a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, m, n, k,
-           stride_a_m, stride_a_k, stride_b_k, stride_b_n, stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
-           num_workers, num_tiles, iters_per_tile, num_whole,
+@triton.jit(do_not_specialize=["alpha", "beta", "num_workers", "num_tiles", "iters_per_tile", "num_whole"])
+def matmul(a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, alpha, beta, m, n, k,
+           stride_a_batch, stride_a_m, stride_a_k, stride_b_batch, stride_b_k, stride_b_n, stride_out_batch, stride_out_m, stride_out_n,
+           stride_residual_batch, stride_residual_m, stride_residual_n, num_workers, num_tiles, iters_per_tile, num_whole,
            ACTIVATION: tl.constexpr, GATED: tl.constexpr,
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
-    """One worker of a `UniformPlan`: its whole tiles, then its share of the tail. An iteration is BLOCK_K of k; n: columns of out,
-    of which b has twice as many if GATED."""
+    """One worker of a `UniformPlan` over the tiles of all products of a batch: its whole tiles, then its share of the tail. An
+    iteration is BLOCK_K of k; n: columns of out, of which b has twice as many if GATED."""
     worker = tl.program_id(0)
     tiles_m = tl.cdiv(m, BLOCK_M)
     columns_b = 2 * n if GATED else n
@@ -67,10 +67,12 @@ def matmul(a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters
         current, begin, end, split_tile, tile, position = next_segment(
             tile, position, share_end, iters_per_tile, num_whole, num_workers
         )
-        tile_m, tile_n = _tile_coordinates(current, tiles_m, tiles_n)
+        batch = current // (tiles_m * tiles_n)
+        tile_m, tile_n = _tile_coordinates(current - batch * tiles_m * tiles_n, tiles_m, tiles_n)
+        batch = batch.to(tl.int64)
         rows = tile_m * BLOCK_M + tile_rows
         columns = tile_columns(tile_n, n, BLOCK_N, GATED)
-        acc = accumulate(a_ptr, b_ptr, rows, rows < m, columns, columns_b, k, begin, end,
+        acc = accumulate(a_ptr + batch * stride_a_batch, b_ptr + batch * stride_b_batch, rows, rows < m, columns, columns_b, k, begin, end,
                          stride_a_m, stride_a_k, stride_b_k, stride_b_n, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
         complete = end - begin == iters_per_tile
         if not complete:
@@ -78,5 +80,9 @@ def matmul(a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters
             acc, complete = merge_split_tile(acc, partials_ptr, counters_ptr, inner, worker, split_tile, iters_per_tile,
                                              tail, num_workers, BLOCK_M * BLOCK_N)  # fmt: skip
         if complete:
-            store_tile(out_ptr, bias_ptr, residual_ptr, acc, rows, tile_n, m, n, stride_out_m, stride_out_n,
-                       stride_residual_m, stride_residual_n, ACTIVATION, GATED, BLOCK_M, BLOCK_N)  # fmt: skip
+            residual = residual_ptr
+            if residual_ptr is not None:
+                residual = residual_ptr + batch * stride_residual_batch
+            store_tile(out_ptr + batch * stride_out_batch, bias_ptr, residual, acc * alpha, rows, tile_n, m, n,
+                       stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+                       ACTIVATION, GATED, BLOCK_M, BLOCK_N, beta)  # fmt: skip

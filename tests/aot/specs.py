@@ -21,6 +21,11 @@ from evenshare.quant.kernels import dequantize, grouped, hopper_w4a16, w4a16
 from evenshare.schedule.kernels import parts, shares
 
 if __package__:
+    from tests.aot.ops_specs import ops_specs
+else:  # beside the script that compiles them
+    from ops_specs import ops_specs
+
+if __package__:
     from tests.aot.variant_specs import variant_specs
 else:  # beside the script that compiles them
     from variant_specs import variant_specs
@@ -113,10 +118,15 @@ def gemm_specs() -> Iterator[Spec]:
         ("fp32", (64, 64, 32), 8, 3, transposed, (), "gelu"),
         ("fp32", (64, 64, 32), 8, 3, (), ("m", "n", "k", *strides), None),
         ("fp32", (16, 64, 32), 4, 3, row_major, (), "relu"),
+        ("tf32", (16, 64, 64), 4, 4, transposed, (), None),
+        ("tf32", (64, 64, 32), 4, 4, row_major, (), "relu"),
+        ("tf32", (128, 128, 32), 8, 3, transposed, (), None),
+        ("tf32", (128, 128, 32), 8, 3, (), ("m", "n", "k", *strides), None),
     ]
     for dtype, block, num_warps, stages, ones, unaligned, activation in cases:
         constants = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), block, strict=True))
         gated = activation is not None and activation.endswith("_and_multiply")
+        constants |= {"PRECISION": "tf32" if dtype == "tf32" else "ieee"}
         constants |= {"NUM_STAGES": stages, "ACTIVATION": epilogue.get_activation(activation), "GATED": gated}
         tensors = ["a", "b", "out"]
         for name, present in (("bias", activation is not None), ("residual", gated)):
@@ -129,7 +139,7 @@ def gemm_specs() -> Iterator[Spec]:
             f"gemm {dtype} {'x'.join(map(str, block))} {layout} {activation or ''}".strip(),
             matmul.matmul,
             constants,
-            scratch | pointers(dtype, *tensors),
+            scratch | pointers("fp32" if dtype == "tf32" else dtype, *tensors),
             ones,
             unaligned,
             num_warps,

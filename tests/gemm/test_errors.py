@@ -22,6 +22,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "alpha": ({"alpha": "1"}, TypeError, "alpha: got str, want a number"),
     "beta": ({"beta": torch.ones(())}, TypeError, "beta: got Tensor, want a number"),
+    "precision": ({"precision": "bf16x3"}, ValueError, "precision: got 'bf16x3', want one of ieee, tf32"),
     "out_dtype": (
         {"out_dtype": torch.int32},
         TypeError,

@@ -135,3 +135,14 @@ def test_offsets_past_31_bits(cuda: torch.device) -> None:
     out = base.as_strided((256, 128), (2**23, 1))
     small = torch.randn(256, 64, device=cuda).bfloat16()
     assert_product(matmul(small, b, out=out), small, b)
+
+
+def test_tf32_rounds_operands_and_nothing_else() -> None:
+    a, b = torch.randn(300, 700, device="cuda"), torch.randn(700, 200, device="cuda")
+    y = matmul(a, b, precision="tf32").double()
+    want = a.double() @ b.double()
+    error = (y - want).abs().max() / (a.double().abs() @ b.double().abs()).max()
+    assert error < 2.0**-11
+    assert not torch.equal(y, matmul(a, b).double())
+    rounded = [(t.view(torch.int32) & -(1 << 13)).view(torch.float32) for t in (a, b)]
+    torch.testing.assert_close(matmul(*rounded, precision="tf32"), matmul(*rounded), rtol=1e-5, atol=1e-4)

@@ -131,6 +131,17 @@ def test_bits_are_copied(place: tuple[torch.device, str], dtype: torch.dtype) ->
     assert torch.equal(v_cache[1, 1].view(bits), k[0].contiguous().view(bits))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_codes_are_copied(place: tuple[torch.device, str], dtype: torch.dtype) -> None:
+    device, backend = place
+    k = torch.randint(0, 256, (3, 2, 16), dtype=torch.uint8, device=device).view(dtype)[..., ::2]
+    caches = torch.zeros(2, 4, 2, 2, 8, device=device).to(dtype)
+    where = (int32([0, 0, 0], device), int32([0, 3, 5], device))
+    append_paged_kv_cache(k, k, *where, *caches, block_table=int32([[3, 1, 0]], device), backend=backend)
+    got = caches[0].view(torch.uint8)[[3, 1, 0], [0, 1, 1]]
+    assert torch.equal(got, k.contiguous().view(torch.uint8))
+
+
 def test_int64_indices_are_converted(place: tuple[torch.device, str]) -> None:
     device, backend = place
     k, caches = torch.randn(1, 2, 8, device=device), torch.zeros(2, 3, 4, 2, 8, device=device)

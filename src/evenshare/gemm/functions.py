@@ -12,6 +12,7 @@ from evenshare.gemm import reference
 from evenshare.gemm.epilogue import Epilogue
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PRECISIONS = ("ieee", "tf32")
 
 
 def matmul(
@@ -25,6 +26,7 @@ def matmul(
     beta: float = 1.0,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    precision: str = "ieee",
     backend: str | None = None,
 ) -> torch.Tensor:
     """y = activation(alpha a b + bias) + beta residual, dealt to the GPU in even shares (Stream-K, arXiv 2301.03598).
@@ -41,9 +43,10 @@ def matmul(
     alpha, beta: numbers.
     out: [..., n_out] on the device of a, any strides without overlap; returned. Must not share memory with a, b or bias.
     out_dtype: float32, float16 or bfloat16, of y and `out`; None: that of a.
+    precision: of float32 operands on a GPU: "ieee", or "tf32", rounded to 10 bits of mantissa for the tensor cores.
     backend: None (by device), "cpu" or "triton".
 
-    Returns [..., n_out]. On a GPU, products are summed in float32 (float32 inputs are not rounded to TF32), what follows the sum
+    Returns [..., n_out]. On a GPU, products are summed in float32, what follows the sum
     is applied to it, and the result is rounded once; it repeats bit for bit. k = 0 gives activation(bias) + beta residual; a
     product without elements is empty. The CPU rounds a product to the dtype of a first.
 
@@ -62,6 +65,8 @@ def matmul(
     for name, number in (("alpha", alpha), ("beta", beta)):
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise TypeError(f"{name}: got {type(number).__name__}, want a number")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: got {precision!r}, want one of {', '.join(PRECISIONS)}")
     target = select_target(a.device, backend)
     shape = (*a.shape[:-1], n_out)
     if b.ndim == 2:  # a batch of one, of rows
@@ -78,7 +83,7 @@ def matmul(
     elif y.numel():
         from evenshare.gemm import launch
 
-        launch.matmul(rows, b, epilogue, y, target)
+        launch.matmul(rows, b, epilogue, y, target, precision)
     if out is None:
         return y.view(shape)
     return out if in_place else out.copy_(y.view(shape))

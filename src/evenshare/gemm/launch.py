@@ -23,7 +23,9 @@ def loads_vectors(t: torch.Tensor) -> bool:
     return 1 in t.stride() and contiguous % 16 == 0 and other % 16 == 0 and t.data_ptr() % 16 == 0
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, out: torch.Tensor, target: Target) -> None:
+def matmul(
+    a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, out: torch.Tensor, target: Target, precision: str = "ieee"
+) -> None:
     """out [batch, m, n_out] = activation(alpha a [batch, m, k] b [batch, k, n] + bias) + beta residual. Any strides; of the sizes
     only k may be 0.
 
@@ -41,7 +43,9 @@ def matmul(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, out: torch.Tens
     # Of a gated product each half of b has to begin at a multiple of 16.
     aligned = loads_vectors(a[0]) and loads_vectors(b[0] if n == n_out else b[0, :, :n_out])
     aligned = aligned and (batch == 1 or (a.stride(0) % 16 == 0 and b.stride(0) % 16 == 0))
-    plan = plan_matmul(m, n, k, a.element_size(), target.num_sms, aligned, target.interpreted, batch)
+    plan = plan_matmul(
+        m, n, k, a.element_size(), target.num_sms, aligned, target.interpreted, precision == "tf32", batch
+    )
     tile, shares = plan.tile, plan.shares
     workspace = stream_workspace(plan.partial_elements, shares.max_counters, a.device)
     bias, activation, residual, alpha, beta = epilogue
@@ -69,6 +73,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, out: torch.Tens
             shares.num_whole,
             ACTIVATION=get_activation(activation),
             GATED=is_gated(activation),
+            PRECISION=precision,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,

@@ -42,14 +42,22 @@ HALF_TILES = (
     TileConfig(64, 64, 64, 4, 4, 2),
     TileConfig(128, 128, 64, 8, 3, 1),
 )
+# TF32 has one: tiles as of 16-bit operands, of half the k.
+TF32_TILES = (
+    TileConfig(16, 64, 64, 4, 4, 2),
+    TileConfig(64, 64, 32, 4, 4, 2),
+    TileConfig(128, 128, 32, 8, 3, 1),
+)
 # Operands without 16-byte rows are loaded element by element, and a pointer for each takes two registers: 64 wide would spill.
 UNALIGNED_BLOCK_K = 32
 INTERPRETER_TILE = TileConfig(16, 16, 16, 1, 1, 1)  # small, so that short inputs are split
 
 
-def choose_tile(m: int, n: int, itemsize: int, num_sms: int, aligned: bool = True, batch: int = 1) -> TileConfig:
+def choose_tile(
+    m: int, n: int, itemsize: int, num_sms: int, aligned: bool = True, tf32: bool = False, batch: int = 1
+) -> TileConfig:
     """Tile sizes for `batch` times out [m, n]; itemsize: an operand's bytes; aligned: they can be loaded 16 at a time."""
-    few_rows, small, *large = FLOAT32_TILES if itemsize == 4 else HALF_TILES
+    few_rows, small, *large = HALF_TILES if itemsize == 2 else TF32_TILES if tf32 else FLOAT32_TILES
     tile = few_rows if m <= few_rows.block_m else small
     for candidate in large:
         # The large tile only where it neither leaves an SM without a tile of its own nor pads half of its rows.
@@ -91,11 +99,13 @@ def plan_matmul(
     num_sms: int,
     aligned: bool = True,
     interpreted: bool = False,
+    tf32: bool = False,
     batch: int = 1,
 ) -> GemmPlan:
     """Plan for `batch` products out [m, n] = a [m, k] b [k, n], m and n at least 1, on `num_sms` SMs.
 
     itemsize: bytes of an element of a and b. aligned: they can be loaded 16 bytes at a time. interpreted: by Triton's interpreter.
+    tf32: float32 operands are rounded to it.
 
     k = 0 makes tiles without iterations, all of them whole. Section 5.1 of arXiv 2301.03598 chooses the number of shares.
     """
@@ -103,7 +113,7 @@ def plan_matmul(
         tile = INTERPRETER_TILE
         num_tiles, iters = batch * _num_tiles(m, n, tile), -(-k // tile.block_k)
         return GemmPlan(tile, uniform_plan(num_tiles, iters, max(1, min(num_sms, num_tiles * max(iters, 1)))))
-    tile = choose_tile(m, n, itemsize, num_sms, aligned, batch)
+    tile = choose_tile(m, n, itemsize, num_sms, aligned, tf32, batch)
     num_tiles, iters = batch * _num_tiles(m, n, tile), -(-k // tile.block_k)
     return GemmPlan(tile, choose_shares(cost_model(tile, itemsize), num_tiles, iters, num_sms * tile.workers_per_sm))
 

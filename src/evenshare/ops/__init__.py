@@ -2,4 +2,16 @@
 
 from evenshare._lazy import attach
 
-__getattr__, __all__ = attach(__name__, {"append_paged_kv_cache": "append"})
+__getattr__, __all__ = attach(
+    __name__,
+    {
+        "RopeScaling": "rope",
+        "activate_and_multiply": "activation",
+        "add_rms_norm": "norm",
+        "append_paged_kv_cache": "append",
+        "apply_rope": "rope",
+        "apply_rope_with_cos_sin_cache": "rope",
+        "layer_norm": "norm",
+        "rms_norm": "norm",
+    },
+)

@@ -9,7 +9,7 @@ from evenshare.device.checks import check_is_tensor
 from evenshare.device.target import select_target
 from evenshare.ops.kernels import append as append_kernels
 
-CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 BLOCK_ELEMENTS = 512  # 4 for each of 128 threads: 40 to 68 registers (2048 elements: 250, and spills)
 INTERPRETER_BLOCK_ELEMENTS = 1 << 14  # the interpreter wants few programs
 MAX_BLOCK_D = 256
@@ -31,8 +31,9 @@ def append_paged_kv_cache(
 ) -> None:
     """Write row i of k and v to position positions[i] of request batch_indices[i], through the page table.
 
-    k: [nnz, Hkv, D]; v: [nnz, Hkv, Dv]; any strides. k_cache, v_cache: pages of k's dtype, NHD [num_pages, page_size, Hkv, D] or
-    HND [num_pages, Hkv, page_size, D], any strides. batch_indices, positions: int32 [nnz] (int64 is converted).
+    k: [nnz, Hkv, D]; v: [nnz, Hkv, Dv]; any strides; float32, 16-bit or fp8, whose bits are copied. k_cache, v_cache: pages of k's
+    dtype, NHD [num_pages, page_size, Hkv, D] or HND [num_pages, Hkv, page_size, D], any strides. batch_indices, positions: int32
+    [nnz] (int64 is converted).
     The page table is kv_indptr [B + 1] and kv_indices, or block_table [B, max_pages]: int32 (int64 is converted).
 
     A row is skipped if its request, its position or its page does not exist (a negative position marks padding). The values
@@ -77,6 +78,8 @@ def append_paged_kv_cache(
         indptr, table = _index("kv_indptr", kv_indptr, 1, k.device), _index("kv_indices", kv_indices, 1, k.device)
         if indptr.shape[0] == 0:
             raise ValueError("kv_indptr: got shape (0,), want [batch + 1]")
+    if k.element_size() == 1:  # neither torch nor every GPU copies fp8 as such
+        k, v, k_cache, v_cache = (tensor.view(torch.uint8) for tensor in (k, v, k_cache, v_cache))
     target = select_target(k.device, backend)
     if nnz == 0 or table.numel() == 0 or k_cache.shape[0] == 0:
         return

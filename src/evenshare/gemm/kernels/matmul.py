@@ -23,7 +23,8 @@ def _tile_coordinates(tile, tiles_m, tiles_n):
 
 @triton.jit
 def accumulate(a_ptr, b_ptr, rows, is_row, columns, n, k, begin, end, stride_a_m, stride_a_k, stride_b_k, stride_b_n,
-               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+               PRECISION: tl.constexpr = "ieee"):  # fmt: skip
     """The k-steps [begin, end) of one tile: fp32 [BLOCK_M, BLOCK_N]. Rows of a that are none are not read."""
     inner = tl.arange(0, BLOCK_K)
     at = (begin * BLOCK_K + inner).to(tl.int64)
@@ -38,7 +39,7 @@ def accumulate(a_ptr, b_ptr, rows, is_row, columns, n, k, begin, end, stride_a_m
         left = k - step * BLOCK_K
         a = tl.load(a_ptrs, mask=a_rows & (inner < left)[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=(inner < left)[:, None] & b_columns, other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
         a_ptrs += a_step
         b_ptrs += b_step
     return acc
@@ -49,7 +50,7 @@ def accumulate(a_ptr, b_ptr, rows, is_row, columns, n, k, begin, end, stride_a_m
 def matmul(a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, alpha, beta, m, n, k,
            stride_a_batch, stride_a_m, stride_a_k, stride_b_batch, stride_b_k, stride_b_n, stride_out_batch, stride_out_m, stride_out_n,
            stride_residual_batch, stride_residual_m, stride_residual_n, num_workers, num_tiles, iters_per_tile, num_whole,
-           ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+           ACTIVATION: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
     """One worker of a `UniformPlan` over the tiles of all products of a batch: its whole tiles, then its share of the tail. An
     iteration is BLOCK_K of k; n: columns of out, of which b has twice as many if GATED."""
@@ -73,7 +74,7 @@ def matmul(a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters
         rows = tile_m * BLOCK_M + tile_rows
         columns = tile_columns(tile_n, n, BLOCK_N, GATED)
         acc = accumulate(a_ptr + batch * stride_a_batch, b_ptr + batch * stride_b_batch, rows, rows < m, columns, columns_b, k, begin, end,
-                         stride_a_m, stride_a_k, stride_b_k, stride_b_n, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+                         stride_a_m, stride_a_k, stride_b_k, stride_b_n, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, PRECISION)  # fmt: skip
         complete = end - begin == iters_per_tile
         if not complete:
             inner = tile_rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]

@@ -26,8 +26,10 @@ else:  # beside the script that compiles them
     from ops_specs import ops_specs
 
 if __package__:
+    from tests.aot.ops_specs import ops_specs
     from tests.aot.variant_specs import variant_specs
 else:  # beside the script that compiles them
+    from ops_specs import ops_specs
     from variant_specs import variant_specs
 
 # ptxas keeps a few registers on the stack around the calls that divide 64-bit integers, outside the loops.
@@ -672,5 +674,6 @@ def all_specs() -> list[Spec]:
         *(profiled(next(specs())) for specs in (attention_specs, hopper_specs, decode_specs)),
         *merge_specs(),
         *small_specs(),
+        *ops_specs(Spec, pointers),
         *variant_specs(attention_specs()),
     ]

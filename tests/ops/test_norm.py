@@ -84,7 +84,8 @@ def test_layer_norm(place: Place, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_codes_of_a_scale(place: Place, fp8: torch.dtype, with_residual: bool) -> None:
     device, backend = place
-    if (device.type, backend) == ("cpu", "triton"):  # the interpreter rounds fp8 wrongly: exact codes, some over the top
+    if (device.type, backend) == ("cpu", "triton"):
+        # The interpreter rounds fp8 wrongly, so the codes are exact, some of them over the top.
         x = torch.randint(0, 2, (4, 64)).half() * 2 - 1
         weight = torch.tensor([2.0**i for i in range(-6, 10)]).half().repeat(4) * 0.25
     else:

@@ -82,7 +82,9 @@ def rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, num_rows, inne
 
 
 @triton.jit
-def _store_layer(x, mean, rstd, out_row, weight_ptr, bias_ptr, d, stride_weight, stride_bias, stride_out_dim, inside, columns):
+def _store_layer(
+    x, mean, rstd, out_row, weight_ptr, bias_ptr, d, stride_weight, stride_bias, stride_out_dim, inside, columns
+):
     weight = tl.load(weight_ptr + d * stride_weight, mask=columns, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + d * stride_bias, mask=columns, other=0.0).to(tl.float32)
     y = (x - mean[:, None]) * rstd[:, None] * weight[None, :] + bias[None, :]
@@ -105,7 +107,9 @@ def layer_norm(x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, inner, eps, strid
         mean = tl.sum(x, 1) / D
         centred = tl.where(columns[None, :], x - mean[:, None], 0.0)
         rstd = tl.rsqrt(tl.sum(centred * centred, 1) / D + eps)
-        _store_layer(x, mean, rstd, out_row, weight_ptr, bias_ptr, d, stride_weight, stride_bias, stride_out_dim, inside, columns)
+        _store_layer(
+            x, mean, rstd, out_row, weight_ptr, bias_ptr, d, stride_weight, stride_bias, stride_out_dim, inside, columns
+        )
     else:
         sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for start in range(0, D, BLOCK_D):
@@ -126,4 +130,17 @@ def layer_norm(x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, inner, eps, strid
             columns = d < D
             inside = valid[:, None] & columns[None, :]
             x = _load(x_row, x_row, d, stride_x_dim, stride_x_dim, inside, False)
-            _store_layer(x, mean, rstd, out_row, weight_ptr, bias_ptr, d, stride_weight, stride_bias, stride_out_dim, inside, columns)
+            _store_layer(
+                x,
+                mean,
+                rstd,
+                out_row,
+                weight_ptr,
+                bias_ptr,
+                d,
+                stride_weight,
+                stride_bias,
+                stride_out_dim,
+                inside,
+                columns,
+            )

@@ -109,6 +109,17 @@ def test_the_binder_runs_once_and_the_c_launcher_gets_addresses(
     assert fake.calls == [((5, 1, 1, STREAM), arguments)] * 2
 
 
+def test_a_tuple_of_arguments_keeps_its_form(fake: Fake) -> None:
+    launch = fake.launcher.bind(CUDA, (5,), ((fake.bias, 7, (1, None)), 2.0, 3, 9))
+    for _ in range(2):
+        launch(fake.x, fake.out)
+    arguments = (fake.x.data_ptr(), fake.out.data_ptr(), (fake.bias.data_ptr(), 7, (1, None)), 2.0, 3, 9, None)
+    assert fake.calls == [((5, 1, 1, STREAM), arguments)]
+    other = fake.launcher.bind(CUDA, (5,), ((fake.bias, 1, (1, None)), 2.0, 3, 9))
+    other(fake.x, fake.out)
+    assert len(fake.binder_calls) == 2, "another specialisation of a part is another kernel"
+
+
 def test_another_tensor_of_the_same_kind_needs_no_binder(fake: Fake) -> None:
     launch, other = fake.bind(), torch.zeros(64)
     launch(fake.x, fake.out)

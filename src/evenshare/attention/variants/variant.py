@@ -73,6 +73,28 @@ class Variant:
         """The generated text: a Triton module with `modify` and, if there are sinks, `sink`."""
         return self._text
 
+    def draw(self, qo_len: int, kv_len: int, b: int = 0, h: int = 0) -> str:
+        """A picture in text of what request b's query head h sees, a line for each of qo_len rows beside kv_len keys.
+
+        Hidden keys are dots; the darker a key, the more its score gains on one of 0.
+
+        >>> print(Variant(mask_mod=lambda b, h, q_idx, kv_idx: kv_idx <= q_idx).draw(2, 4))
+        ███·
+        ████
+        """
+        from evenshare.attention.variants.eager import modified
+
+        device = self.tensors[0].device if self.tensors else None
+        scores = modified(self, torch.zeros(h + 1, qo_len, kv_len, device=device), b, kv_len - qo_len, 0)[h]
+        hidden = float("-inf") if self.softmax else 0.0
+        seen = scores[scores != hidden]
+        low, high = (float(seen.min()), float(seen.max())) if len(seen) else (0.0, 0.0)
+
+        def shade(score: float) -> str:
+            return "·" if score == hidden else "█" if low == high else "░▒▓█"[int((score - low) / (high - low) * 3.99)]
+
+        return "\n".join("".join(map(shade, row)) for row in scores.tolist())
+
     @cached_property
     def modify(self) -> Any:
         """The device function of scores (score, b, h, q_idx, kv_idx, args), whose shapes broadcast; -inf or 0 if hidden."""

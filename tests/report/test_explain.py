@@ -95,8 +95,8 @@ def test_without_matplotlib_the_table_is_still_printed(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "lens, gemm: got neither, want one of them"),
-        (["--lens", "1", "--gemm", "1,1,1"], "lens, gemm: got both, want one of them"),
+        ([], "lens, gemm, profile: got none, want one of them"),
+        (["--lens", "1", "--gemm", "1,1,1"], "lens, gemm, profile: got lens and gemm, want one of them"),
         (["--lens", "3,,4"], "lens: got '3,,4', want whole numbers"),
         (["--lens", "-3"], "lens: got '-3', want whole numbers"),
         (["--lens", "0"], "lens: got 0, want 1 or more"),
@@ -110,6 +110,8 @@ def test_without_matplotlib_the_table_is_still_printed(tmp_path: Path, monkeypat
         (["--lens", "8", "--policies", "fastest"], "policy: got 'fastest', want one of data_parallel"),
         (["--lens", "8", "--out", "a.gif"], "out: got 'a.gif', want a name that ends in .png"),
         (["--lens", "8", "--out", "/no/such/folder/a.png"], "want a folder that exists"),
+        (["--lens", "8", "--html", "a.png"], "html: got 'a.png', want a name that ends in .html"),
+        (["--profile", "/no/such/file.json"], "profile: cannot read /no/such/file.json: No such file"),
         (["--gemm", "1,2"], "gemm: got '1,2', want three numbers by commas"),
         (["--gemm", "1,2,0"], "gemm: got 0, want 1 or more"),
         (["--gemm", "1,2,3", "--tile", "1,2,x"], "tile: got '1,2,x', want whole numbers"),

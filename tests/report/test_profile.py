@@ -136,6 +136,30 @@ def test_json(recorded: Profile, tmp_path: Path) -> None:
     assert content["title"] == "two workers"
     assert content["summary"]["makespan_ns"] == 8016
     assert content["segments"][1]["merge_ns"] == 4048
+    assert Profile.load(tmp_path / "a.json") == recorded
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.pop("costs"), "no 'costs'"),
+        (lambda content: content.update(num_workers=1), "want ascending ones below 1"),
+        (lambda content: content["segments"].reverse(), "got workers out of order"),
+        (lambda content: content["segments"][0].update(end_ns=None), "end_ns: got None, want a whole number"),
+        (lambda content: content["segments"][0].pop("tile"), "no 'tile'"),
+        (lambda content: content["costs"].update(merge=-1), "merge: got -1, want 0 or more"),
+        (lambda content: content.update(segments=3), "not iterable"),
+    ],
+)
+def test_other_json_is_named(recorded: Profile, tmp_path: Path, change: Any, message: str) -> None:
+    path = tmp_path / "a.json"
+    recorded.save(path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"profile: got .*a.json.*, want a file that Profile.save wrote") as raised:
+        Profile.load(path)
+    assert message in str(raised.value)
 
 
 def test_a_plan_for_the_cpu_is_refused() -> None:

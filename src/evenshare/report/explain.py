@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
@@ -19,10 +20,14 @@ from evenshare.report.arguments import (
     stop,
     writing,
 )
+from evenshare.report.page import Panel, Range, Tiles, check_page, draw_page, ranges_of, save_page
 from evenshare.report.timeline import check_picture, draw_timelines, format_time, save_timelines
-from evenshare.schedule import RaggedSpace, make_plan
+from evenshare.schedule import Plan, RaggedSpace, make_plan
 from evenshare.schedule.policies import POLICIES, Policy
 from evenshare.schedule.simulator import Costs, Timeline, simulate
+
+if TYPE_CHECKING:
+    from evenshare.report.profile import Profile
 
 # A timeline is Python objects: more would take minutes and gigabytes.
 MAX_TILES = MAX_REQUESTS
@@ -39,6 +44,8 @@ class Work:
     costs: Costs
     title: str
     unit: str  # of time
+    tiles: Tiles
+    unit_time: float = 1.0  # what an iteration takes, in the unit
 
 
 def decode_work(lens: list[int], heads: int, block: int) -> Work:
@@ -53,11 +60,13 @@ def decode_work(lens: list[int], heads: int, block: int) -> Work:
     blocks = [-(-n // block) for n in lens]
     _small_enough("lens", len(lens) * heads, sum(blocks) * heads)
     relative = 128 / block
+    space = RaggedSpace(torch.tensor(blocks, dtype=torch.int32), inner=heads, overhead=max(round(relative), 1))
     return Work(
-        RaggedSpace(torch.tensor(blocks, dtype=torch.int32), inner=heads, overhead=max(round(relative), 1)),
+        space,
         Costs(segment=relative, store=relative / 8, merge=relative / 8),
         f"Decode of {len(lens)} request{'s' * (len(lens) > 1)}: {describe_lengths(lens)} keys, {heads} KV head{'s' * (heads > 1)}",
         f"blocks of {block} keys",
+        Tiles(space.tile_iterations().tolist(), "request", "KV head", heads, partial_bytes=16 * 128 * 4),
     )
 
 
@@ -70,19 +79,43 @@ def gemm_work(shape: list[int], tile: list[int]) -> Work:
     check_at_least(1, "tile", min(tile))
     m, n, k = (-(-size // step) for size, step in zip(shape, tile, strict=True))
     _small_enough("gemm", m * n, m * n * k)
+    space = RaggedSpace(torch.full((m * n,), k, dtype=torch.int32), overhead=1)
     return Work(
-        RaggedSpace(torch.full((m * n,), k, dtype=torch.int32), overhead=1),
+        space,
         Costs(segment=1.0, store=9 * 32 / tile[2], merge=8 * 32 / tile[2]),
         f"{' x '.join(map(str, shape))} GEMM in {m * n} tiles of {tile[0]} x {tile[1]}",
         f"steps of {tile[2]} of k",
+        Tiles(space.tile_iterations().tolist(), "row", "column", n, partial_bytes=4 * tile[0] * tile[1]),
     )
+
+
+def profiled_work(recorded: Profile) -> Work:
+    """What a profile's plan dealt, with the costs of its kernel; an iteration takes what it takes if the prediction is right."""
+    iterations = list(recorded.tile_iterations)
+    if not iterations:
+        raise ValueError("profile: got one without segments, want at least one")
+    costs = recorded.costs
+    space = RaggedSpace(
+        torch.tensor(iterations, dtype=torch.int32), overhead=round(costs.segment), cut_cost=round(2 * costs.store)
+    )
+    unit_time = recorded.summary.predicted_iteration_ns / 1000
+    return Work(space, costs, recorded.title, "us", Tiles(iterations), unit_time)
 
 
 def compare(work: Work, workers: int, policies: tuple[str, ...] = POLICIES, num_splits: int = 4) -> dict[str, Timeline]:
     """Timeline of each policy; num_splits is fixed split's. Raises ValueError for an unknown policy, workers or num_splits < 1."""
-    return {
-        name: simulate(make_plan(work.space, name, workers, num_splits=num_splits), work.costs) for name in policies
-    }
+    return {name: play(work, plan) for name, plan in deal(work, workers, policies, num_splits).items()}
+
+
+def deal(work: Work, workers: int, policies: tuple[str, ...] = POLICIES, num_splits: int = 4) -> dict[str, Plan]:
+    """The plan of each policy, as `compare` plays it."""
+    return {name: make_plan(work.space, name, workers, num_splits=num_splits) for name in policies}
+
+
+def play(work: Work, plan: Plan) -> Timeline:
+    """A plan's timeline, in the work's unit of time."""
+    timeline = simulate(plan, work.costs)
+    return timeline if work.unit_time == 1.0 else timeline.scaled(work.unit_time)
 
 
 def _label(name: str, num_splits: int) -> str:
@@ -107,48 +140,102 @@ def explain_command(
     workers: Annotated[int, typer.Option(help="Programs that run at once; an H200 has 132 SMs")] = 132,
     policies: Annotated[str, typer.Option(help="Which, by commas")] = ",".join(POLICIES),
     num_splits: Annotated[int, typer.Option(help="Parts of every tile by fixed split")] = 4,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="A .json of `evenshare profile --save`: its work, beside what was measured", show_default=False
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Draw the timelines into this .png, .svg or .pdf", show_default=False)
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Draw them into this .html, to look at every segment", show_default=False)
     ] = None,
 ) -> None:
     """Compare how the policies deal a piece of work, as a table and a timeline.
 
-    The times are simulated, in iterations (a block of keys, a step of k); nothing runs.
+    The times are simulated, in iterations (a block of keys, a step of k); nothing runs. With --profile they are in microseconds, as
+    if an iteration took what it took in the run.
     """
     try:
         if out is not None:
             check_picture(out)
-        if (lens is None) == (gemm is None):
-            raise ValueError("lens, gemm: got " + ("neither" if lens is None else "both") + ", want one of them")
+        if html is not None:
+            check_page(html)
+        given = [name for name, value in (("lens", lens), ("gemm", gemm), ("profile", profile)) if value is not None]
+        if len(given) != 1:
+            raise ValueError(f"lens, gemm, profile: got {' and '.join(given) or 'none'}, want one of them")
+        recorded = None
         if lens is not None:
             work = decode_work(parse_lengths("lens", lens), heads, block)
+        elif gemm is not None:
+            work = gemm_work(_triple("gemm", gemm), _triple("tile", tile))
         else:
-            work = gemm_work(_triple("gemm", gemm or ""), _triple("tile", tile))
+            assert profile is not None
+            recorded = _load(profile)
+            work = profiled_work(recorded)
+            workers = len(recorded.simulated.workers)
         if not 1 <= workers <= MAX_WORKERS:
             raise ValueError(f"workers: got {workers}, want 1 to {MAX_WORKERS}")
         most = MAX_PARTS // work.space.num_tiles
         if not 1 <= num_splits <= most:
             raise ValueError(f"num_splits: got {num_splits}, want 1 to {most} for {work.space.num_tiles} tiles")
         names = tuple(name.strip() for name in policies.split(","))
-        compared = compare(work, workers, names, num_splits)
-        timelines = {_label(name, num_splits): timeline for name, timeline in compared.items()}
+        panels = [] if recorded is None else _profile_panels(recorded)
+        for name, plan in deal(work, workers, names, num_splits).items():
+            panels.append(Panel(_label(name, num_splits), play(work, plan), ranges_of(plan)))
+        timelines = {panel.label: panel.timeline for panel in panels}
         _print_table(work, timelines, workers)
         if out is not None:
             with writing("out", out):
                 save_timelines(draw_timelines(timelines, title=work.title, axis=f"simulated time ({work.unit})"), out)
+        if html is not None:
+            with writing("html", html):
+                heading = work.title if recorded is not None else f"{work.title}, {workers} workers"
+                save_page(draw_page(panels, work.tiles, title=heading, unit=work.unit, note=_note(work)), html)
     except ValueError as error:
         stop(str(error), 2)
+
+
+def _load(path: Path) -> Profile:
+    from evenshare.report.profile import Profile
+
+    try:
+        return Profile.load(path)
+    except OSError as error:
+        raise ValueError(f"profile: cannot read {path}: {error.strerror or error}") from None
+
+
+def _profile_panels(recorded: Profile) -> list[Panel]:
+    """What was measured, and the prediction for the same plan."""
+    count = Counter(segment.tile for segment in recorded.segments)
+    ranges: list[list[Range]] = [[] for _ in recorded.simulated.workers]
+    for s in recorded.segments:
+        ranges[s.worker].append((s.tile, s.begin, s.end, count[s.tile]))
+    frozen = tuple(map(tuple, ranges))
+    return [
+        Panel("measured", recorded.timeline().scaled(1e-3), frozen),
+        Panel("predicted", recorded.predicted().scaled(1e-3), frozen),
+    ]
+
+
+def _note(work: Work) -> str:
+    costs = work.costs
+    unit = f"Time in {work.unit}" if work.unit_time == 1.0 else f"An iteration takes {work.unit_time:.3g} {work.unit}"
+    return (
+        f"Simulated. {unit}; besides its iterations a segment costs {costs.segment:.3g}, storing a partial {costs.store:.3g}, "
+        f"merging one {costs.merge:.3g}."
+    )
 
 
 def _print_table(work: Work, timelines: dict[str, Timeline], workers: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    costs = work.costs
     table = Table(
         title=f"{work.title}, {workers} workers",
-        caption=f"Simulated. Time in {work.unit}; a segment costs {costs.segment:.3g} more, storing a partial {costs.store:.3g}, "
-        f"merging one {costs.merge:.3g}.",
+        caption=_note(work),
         title_justify="left",
         caption_justify="left",
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ from evenshare.attention.problem import Problem
 from evenshare.attention.tiles import TileConfig
 from evenshare.device.clock import END, KEYS, MERGE, SM, START
 from evenshare.report.timeline import draw_timelines, format_time, save_timelines
-from evenshare.schedule.plan import BEGIN, NUM_SLOTS, TILE, Plan
+from evenshare.schedule.plan import BEGIN, COUNTER, NUM_SLOTS, SEGMENT_COLUMNS, TILE, Plan
 from evenshare.schedule.plan import END as END_ITERATION
 from evenshare.schedule.simulator import Costs, Event, Timeline, simulate
 
@@ -60,6 +62,7 @@ class Profile:
     title: str
     segments: tuple[Segment, ...]  # worker by worker, in order of time
     simulated: Timeline  # of the same plan, in iterations
+    costs: Costs  # that the simulator went by
 
     def timeline(self) -> Timeline:
         """What was measured, in ns."""
@@ -107,10 +110,36 @@ class Profile:
         save_timelines(figure, Path(path))
 
     def save(self, path: Path | str) -> None:
-        """Write title, summary and segments as JSON."""
-        segments = [segment._asdict() for segment in self.segments]
-        content = {"title": self.title, "summary": asdict(self.summary), "segments": segments}
+        """Write title, summary, what the prediction goes by, and segments as JSON."""
+        content = {
+            "title": self.title,
+            "summary": asdict(self.summary),
+            "num_workers": len(self.simulated.workers),
+            "costs": asdict(self.costs),
+            "segments": [segment._asdict() for segment in self.segments],
+        }
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path | str) -> Profile:
+        """Read what `save` wrote, and predict the same plan again. Raises ValueError for another file."""
+        try:
+            content = json.loads(Path(path).read_text())
+            segments = tuple(map(_read_segment, content["segments"]))
+            costs = Costs(**content["costs"])
+            schedule = _schedule_of(segments, content["num_workers"])
+            return Profile(str(content["title"]), segments, simulate(schedule, costs), costs)
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            cause = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"profile: got {str(path)!r} ({cause}), want a file that Profile.save wrote") from None
+
+    @property
+    def tile_iterations(self) -> tuple[int, ...]:
+        """The iterations of each tile."""
+        iterations = [0] * max((s.tile + 1 for s in self.segments), default=0)
+        for s in self.segments:
+            iterations[s.tile] += s.end - s.begin
+        return tuple(iterations)
 
 
 def profile(
@@ -177,7 +206,31 @@ def make_profile(schedule: Plan, times: torch.Tensor, costs: Costs, title: str) 
             segments.append(
                 Segment(worker, consumers[0][SM.value], row[TILE], row[BEGIN], row[END_ITERATION], split, start, keys, merge, end)
             )  # fmt: skip
-    return Profile(title, tuple(segments), simulate(schedule, costs))
+    return Profile(title, tuple(segments), simulate(schedule, costs), costs)
+
+
+def _schedule_of(segments: tuple[Segment, ...], num_workers: int) -> Plan:
+    """The plan that these segments ran, its slots left out."""
+    order = [s.worker for s in segments]
+    if order != sorted(order) or not {*order} <= {*range(num_workers)}:
+        raise ValueError(
+            f"segments: got workers out of order or beyond num_workers, want ascending ones below {num_workers}"
+        )
+    parts, per_worker = Counter(s.tile for s in segments), Counter(order)
+    rows = torch.zeros(len(segments), SEGMENT_COLUMNS, dtype=torch.int32)
+    columns = [(s.tile, s.begin, s.end, parts[s.tile], s.tile) for s in segments]
+    rows[:, [TILE, BEGIN, END_ITERATION, NUM_SLOTS, COUNTER]] = torch.tensor(columns, dtype=torch.int32).reshape(-1, 5)
+    indptr = torch.tensor([0, *accumulate(per_worker[w] for w in range(num_workers))], dtype=torch.int32)
+    return Plan(num_workers, len(rows), len(rows), len(parts), indptr, rows, torch.zeros(1, dtype=torch.int32))
+
+
+def _read_segment(fields: dict[str, Any]) -> Segment:
+    for name in Segment._fields:
+        value = fields[name]
+        optional = name in ("keys_ns", "merge_ns") and value is None
+        if not (optional or (isinstance(value, int) and value >= 0)):
+            raise ValueError(f"{name}: got {value!r}, want a whole number from 0 on")
+    return Segment(**fields)
 
 
 def costs_of(problem: Problem, tile: TileConfig) -> Costs:

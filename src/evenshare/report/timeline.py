@@ -80,10 +80,15 @@ def format_time(time: float) -> str:
 
 def check_picture(path: Path) -> None:
     """Raise ValueError for a path that `save_timelines` cannot write."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"out: got {path.name!r}, want a name that ends in {', '.join(SUFFIXES)}")
+    check_file("out", path, SUFFIXES)
+
+
+def check_file(name: str, path: Path, suffixes: tuple[str, ...]) -> None:
+    """Raise ValueError for another suffix or a missing folder."""
+    if path.suffix.lower() not in suffixes:
+        raise ValueError(f"{name}: got {path.name!r}, want a name that ends in {', '.join(suffixes)}")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"out: got {str(path)!r}, want a folder that exists")
+        raise ValueError(f"{name}: got {str(path)!r}, want a folder that exists")
 
 
 def save_timelines(figure: Figure, path: Path) -> None:

@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PROMPT ?= Explain in two sentences why the sky is blue.
 
-.PHONY: demo test test-fast test-gpu lint format aot docs clean
+.PHONY: demo test test-fast test-gpu test-emulator lint format aot docs site package clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,12 @@ aot: $(STAMP)  ## compile every kernel for sm_80 and sm_90, no GPU needed
 
 docs: $(STAMP)  ## the code blocks of README and docs, run as tests
 	$(BIN)/python -m pytest tests/test_docs.py
+
+package: $(STAMP)  ## sdist and wheel, checked, and the wheel installed and used in an environment of its own: a minute
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/try_wheel.py dist/*.whl
 
 clean:
 	rm -rf $(VENV) .venv-triton36 .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -18,7 +18,7 @@ from evenshare.schedule.plan import BEGIN, END, NUM_SLOTS, TILE, Plan
 from evenshare.schedule.simulator import Event, Timeline
 
 # What a browser draws at once and a page of 2 MB holds. Beyond, neighbouring short blocks become one, rows are left out.
-MAX_BLOCKS = 48_000  # of all panels
+MAX_BLOCKS = 36_000  # of all panels
 MAX_ROWS = 264  # of a panel
 MAX_CUTS = 2_000  # of a panel's strip
 WHOLE, PARTIAL, MERGE, MANY = range(4)  # kinds of block, as the script knows them

@@ -42,6 +42,13 @@ aot: $(STAMP)  ## compile every kernel for sm_80 and sm_90, no GPU needed
 docs: $(STAMP)  ## the code blocks of README and docs, run as tests
 	$(BIN)/python -m pytest tests/test_docs.py
 
+site: $(STAMP)  ## docs and API reference as a site in build/site
+	rm -rf build/site build/timelines && mkdir -p build/timelines
+	$(BIN)/evenshare explain --lens 65536,15x256 --html build/timelines/decode.html > /dev/null
+	$(BIN)/evenshare explain --lens 4x32768,20x4096,40x512 --html build/timelines/mixed.html > /dev/null
+	$(BIN)/evenshare explain --gemm 256,3584,8192 --html build/timelines/gemm.html > /dev/null
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/site
+
 package: $(STAMP)  ## sdist and wheel, checked, and the wheel installed and used in an environment of its own: a minute
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -31,3 +32,10 @@ def test_readme_has_an_example() -> None:
 def test_links_to_files_exist(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("package", ["", ".attention", ".attention.variants", ".gemm", ".ops", ".quant", ".schedule"])
+def test_the_api_reference_has_every_public_name(package: str) -> None:
+    listed = re.findall(r"^\.\. auto\w+:: [\w.]+\.(\w+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    missing = set(importlib.import_module(f"evenshare{package}").__all__) - set(listed)
+    assert not missing, f"docs/api.md: lacks {sorted(missing)} of evenshare{package}"

@@ -47,6 +47,7 @@ site: $(STAMP)  ## docs and API reference as a site in build/site
 	$(BIN)/evenshare explain --lens 65536,15x256 --html build/timelines/decode.html > /dev/null
 	$(BIN)/evenshare explain --lens 4x32768,20x4096,40x512 --html build/timelines/mixed.html > /dev/null
 	$(BIN)/evenshare explain --gemm 256,3584,8192 --html build/timelines/gemm.html > /dev/null
+	$(BIN)/python -m benchmarks.plot > /dev/null
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/site
 
 package: $(STAMP)  ## sdist and wheel, checked, and the wheel installed and used in an environment of its own: a minute

@@ -1,4 +1,4 @@
-"""The site: the pages of this folder and the docstrings, by Sphinx. `make site` builds it, warnings are errors."""
+"""The site: the pages of this folder and the docstrings, by Sphinx. `make site` builds it; warnings are errors."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ def variable_length_merge_states(
     row, _ = token_requests(indptr, v.shape[0])
     at = torch.where(row < 0, rows, row).long()  # one row more for states that belong to none
     s = s.float()
-    peak = torch.full((rows + 1, heads), -math.inf, device=v.device).index_reduce_(0, at, s, "amax")
+    peak = torch.full((rows + 1, heads), -math.inf, device=v.device)
+    peak.scatter_reduce_(0, at[:, None].expand_as(s), s, "amax")
     weights = torch.exp2(s - torch.where(peak == -math.inf, 0.0, peak)[at])
     total = torch.zeros_like(peak).index_add_(0, at, weights)
     values = torch.where((s == -math.inf)[..., None], 0.0, v.float()) * weights[..., None]

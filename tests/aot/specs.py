@@ -22,11 +22,6 @@ from evenshare.schedule.kernels import parts, shares
 
 if __package__:
     from tests.aot.ops_specs import ops_specs
-else:  # beside the script that compiles them
-    from ops_specs import ops_specs
-
-if __package__:
-    from tests.aot.ops_specs import ops_specs
     from tests.aot.variant_specs import variant_specs
 else:  # beside the script that compiles them
     from ops_specs import ops_specs
@@ -43,7 +38,8 @@ class Spec:
     name: str
     kernel: Any  # a jit function
     constants: dict[str, Any]
-    types: dict[str, Any]  # of pointers and floats, as Triton writes them, of a tuple those of its parts; left out: int32
+    # Of pointers and floats, as Triton writes them, and of a tuple those of its parts; an argument left out is int32.
+    types: dict[str, Any]
     ones: tuple[str, ...] = ()  # strides that are 1, which the launch specialises on
     unaligned: tuple[str, ...] = ()  # integers that are no multiple of 16
     num_warps: int = 4
@@ -73,7 +69,9 @@ class Spec:
             if isinstance(types[name], tuple):  # "1" is the constant
                 parts = types[name]
                 constants |= {(index, part): 1 for part, kind in enumerate(parts) if kind == "1"}
-                attributes |= {(index, part): [["tt.divisibility", 16]] for part, kind in enumerate(parts) if kind[0] == "*"}
+                attributes |= {
+                    (index, part): [["tt.divisibility", 16]] for part, kind in enumerate(parts) if kind[0] == "*"
+                }
                 types[name] = tuple("constexpr" if kind == "1" else kind for kind in parts)
             elif types[name].startswith("*") or (types[name] == "i32" and name not in unspecialized):
                 attributes[index,] = [["tt.divisibility", 16]]

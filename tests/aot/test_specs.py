@@ -12,11 +12,11 @@ import torch
 import triton
 
 import evenshare
-from evenshare.attention import tiles, variants
+from evenshare.attention import tiles
 from evenshare.attention.problem import Problem
 from evenshare.gemm.plan import choose_tile
 from evenshare.quant import plan as quant_plan
-from tests.aot import specs, variant_specs
+from tests.aot import specs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Called by kernels of other files, never launched.
@@ -32,21 +32,6 @@ def constants_of(kernel_name: str, wide: bool | None = None) -> set[tuple[Any, .
         for spec in specs.all_specs()
         if spec.name.split()[0] in kernel_name.split("|") and (wide is None or (spec.constants["HEAD_DIM"] > 128) == wide)
     }  # fmt: skip
-
-
-def compiled_variant() -> evenshare.Variant:
-    """The variant whose source is compiled: integers and floats from tables, an instruction of the GPU, sinks of 16 bits."""
-    capped, biased = variants.soft_cap(30.0, approximate=True), variants.alibi(torch.rand(32))
-
-    def capped_alibi(score: Any, *positions: Any) -> Any:
-        return biased(capped(score, *positions), *positions)
-
-    ids, sinks = torch.zeros(2, 64, dtype=torch.int32), torch.rand(32, dtype=torch.bfloat16)
-    return evenshare.Variant(score_mod=capped_alibi, mask_mod=variants.documents(ids), sinks=sinks)
-
-
-def test_the_compiled_variant_is_what_is_generated_today() -> None:
-    assert compiled_variant().source() == variant_specs.SOURCE.read_text()
 
 
 def test_names_are_unique() -> None:

@@ -1,4 +1,4 @@
-"""The portable attention kernel with a variant, whose source lies beside this file: tracing wants torch, compiling does not."""
+"""The portable attention kernel with variants, whose sources lie beside this file: tracing wants torch, compiling does not."""
 
 from __future__ import annotations
 
@@ -10,13 +10,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-SOURCE = Path(__file__).with_name("variant_source.txt")  # test_specs.py says of what, and that it is up to date
-# document ids int32 [B, S], slopes fp32 [Hq], sinks bf16 [Hq]: pointer, then size and stride of each dimension.
-ARGUMENTS = ("*i32", "i32", "i32", "i32", "1", "*fp32", "i32", "1", "*bf16", "i32", "1")
+# Variant -> types of what it captures: of each tensor the pointer, then size and stride of each dimension. test_variant_specs.py
+# makes the variants and says whether their sources and these are up to date.
+ARGUMENTS = {
+    "capped_alibi": ("*i32", "i32", "i32", "i32", "1", "*fp32", "i32", "1", "*bf16", "i32", "1"),
+    "operations": ("*fp32", "i32", "1", "*fp32", "i32", "i32", "i32", "1", "*fp32", "*i64", "i32", "1", "*i64"),
+}
+# Spec that one is made from, variant, known spills, softmax: for few rows and for many, of 16 bits and of 32.
+CASES = (
+    ("bf16 D=128 16x128", "capped_alibi", 40, True),
+    ("bf16 D=128 128x64", "capped_alibi", 66, True),
+    ("fp32 D=128 16x32", "capped_alibi", 4, False),
+    ("fp32 D=128 16x32", "operations", 60, True),
+)
 
 
-def load_source() -> ModuleType:
-    spec = importlib.util.spec_from_loader("variant_source", SourceFileLoader("variant_source", str(SOURCE)))
+def source_of(variant: str) -> Path:
+    return Path(__file__).with_name(f"variant_{variant}.txt")
+
+
+def load(variant: str) -> ModuleType:
+    name = f"variant_{variant}"
+    spec = importlib.util.spec_from_loader(name, SourceFileLoader(name, str(source_of(variant))))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -25,20 +40,16 @@ def load_source() -> ModuleType:
 
 
 def variant_specs(attention: Iterator[Any]) -> Iterator[Any]:
-    """For few rows and for many, of 16 bits and of 32; with and without softmax."""
-    source = load_source()
-    # Name of the spec that one is made from: known spills, softmax.
-    cases = {"bf16 D=128 16x128": (40, True), "bf16 D=128 128x64": (66, True), "fp32 D=128 16x32": (4, False)}
-    for spec in attention:
-        if (found := cases.get(spec.name.removeprefix("attention "))) is not None:
-            known_spills, softmax = found
-            constants = {name: value for name, value in spec.constants.items() if name != "variant_args"}
-            constants |= {"VARIANT": source.modify, "SINK": source.sink if softmax else None, "BASE_2": False}
-            constants |= {"SOFTMAX": softmax, "HAS_LSE": softmax}
-            yield replace(
-                spec,
-                name=f"{spec.name} variant",
-                constants=constants,
-                types=spec.types | {"variant_args": ARGUMENTS},
-                known_spills=known_spills,
-            )
+    plain = {spec.name.removeprefix("attention "): spec for spec in attention}
+    for name, variant, known_spills, softmax in CASES:
+        spec, module = plain[name], load(variant)
+        constants = {name: value for name, value in spec.constants.items() if name != "variant_args"}
+        constants |= {"VARIANT": module.modify, "SINK": getattr(module, "sink", None) if softmax else None}
+        constants |= {"BASE_2": False, "SOFTMAX": softmax, "HAS_LSE": softmax}
+        yield replace(
+            spec,
+            name=f"{spec.name} variant {variant}",
+            constants=constants,
+            types=spec.types | {"variant_args": ARGUMENTS[variant]},
+            known_spills=known_spills,
+        )

@@ -261,7 +261,8 @@ def _weights(scores: torch.Tensor, variant: Variant | None) -> tuple[torch.Tenso
     base = peak.masked_fill(without_keys, 0.0)
     if variant.sinks is not None:
         sinks = (
-            variant.sinks.to(scores)
+            variant.sinks.detach()
+            .to(scores)
             .view(-1, 1, 1)
             .expand(-1, scores.shape[0] * scores.shape[1] // len(variant.sinks), 1)
         )

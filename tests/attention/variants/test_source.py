@@ -91,6 +91,39 @@ def test_masks(device: torch.device, mask_mod: Callable[..., Any], softmax: bool
     check_both(Variant(mask_mod=mask_mod, softmax=softmax), device)
 
 
+def test_names_of_tensors_do_not_clash(device: torch.device) -> None:
+    t0, t1, tl, floor_divide, score = (SLOPES + i for i in range(5))
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + t0[h] * t1[h] + tl[h] * floor_divide[h] * score[h] + q // 3
+
+    check_both(Variant(score_mod=score_mod), device)
+
+
+def test_parameters_of_a_module(device: torch.device) -> None:
+    class Bias(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(SLOPES.clone())
+
+        def forward(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return s + self.weight[h]
+
+    module = Bias()
+    check_both(Variant(score_mod=module, sinks=module.weight), device)
+
+
+def test_long_chains_of_shared_values() -> None:
+    """Of each operation one line, however often its result is used."""
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        for _ in range(3000):
+            s = s + s * s
+        return s
+
+    assert Variant(score_mod=score_mod).source().count("\n    t") == 6000
+
+
 def expressions(*leaves: str) -> st.SearchStrategy[str]:
     """Python source of numbers."""
     numbers = st.sampled_from(["2", "-3", "4", "0.75"])

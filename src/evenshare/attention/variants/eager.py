@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from evenshare.attention.variants.variant import Variant
 
 
+@torch.no_grad()
 def modified(variant: Variant, scores: torch.Tensor, request: int, first_q: int, first_kv: int) -> torch.Tensor:
     """Scores [Hq, rows, keys] after the variant's functions; hidden ones are -inf, or 0 without softmax.
 

@@ -45,6 +45,7 @@ _CASTS = {
     ("float", "bool"): "{} != 0",
 }
 _HELPERS = ("floor_divide", "from_end", "inside", "remainder", "tanh", "tanh_approx")  # of device.arithmetic
+_RESERVED = (*_HELPERS, "score", "b", "h", "q_idx", "kv_idx", "args", "tl", "triton", "float")
 _HEADER = '''"""{title}"""
 
 import triton
@@ -95,14 +96,11 @@ class Printer:
     def place(self, tensor: torch.Tensor) -> tuple[str, int]:
         key = layout_of(tensor)
         if key not in self._places:
-            taken = {name for name, _ in self._places.values()}
-            name = re.sub(r"\W", "_", self.names.get(id(tensor), "table"))
-            while (
-                name in taken
-                or name in ("score", "b", "h", "q_idx", "kv_idx", "args", "tl", "triton")
-                or name in _HELPERS
-            ):
-                name += "_"
+            taken = {*_RESERVED, *(name for name, _ in self._places.values())}
+            base = re.sub(r"\W", "_", self.names.get(id(tensor), "table"))
+            base += "_" * bool(re.fullmatch(r"t\d+", base))  # the operations' names
+            numbered = (base, *(f"{base}_{number}" for number in range(1, len(taken) + 1)))
+            name = next(name for name in numbered if name not in taken)
             self._places[key] = name, self._next
             self._next += 1 + 2 * tensor.dim()
             self.tensors.append(tensor)
@@ -141,6 +139,9 @@ class _Body:
         pending = [symbol]
         while pending:
             last = pending[-1]
+            if id(last) in self._done:
+                pending.pop()
+                continue
             missing = [o for o, _ in last.operands if isinstance(o, Symbol) and id(o) not in self._done]
             if missing:
                 pending += missing[::-1]

@@ -158,6 +158,8 @@ class CapturedTensors(TorchFunctionMode):
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         if not tensors or any(isinstance(x, Symbol | Table) for x in flat):
             return function(*args, **kwargs)
+        if name == "__getitem__" and len(tensors) > 1:  # torch would ask an element for its value
+            return _apply("getitem", *args)
         writes = (
             name == "__setitem__"
             or (name.endswith("_") and not name.endswith("__"))

@@ -245,6 +245,7 @@ seen.second = tip.textContent;
 press(svg, "ArrowDown");
 press(svg, "Home");
 seen.below = tip.textContent;
+seen.said = document.getElementById("said").textContent;
 seen.marked = svg.querySelector(".here").getAttribute("d");
 press(svg, "Escape");
 seen.escaped = tip.hidden;
@@ -291,6 +292,7 @@ def test_in_chromium(tmp_path: Path, width: int) -> None:
         "worker 0\ntile 1 (request 0, KV head 1)\niterations 0 to 0 of 2, one of 2 parts\n"
     )
     assert seen["below"].startswith("worker 1\n")
+    assert seen["said"] == seen["below"]
     assert seen["marked"].startswith("M0 1H")
     assert seen["escaped"]
     assert seen["pointed"] == seen["first"]

@@ -298,14 +298,17 @@ def test_command(recorded: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(profile_command, "run_batch", run_batch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    out, save = tmp_path / "a.png", tmp_path / "a.json"
-    code, output = run_command("--lens", "64,2x8", "--heads", "8,2", "--out", str(out), "--save", str(save))
+    out, html, save = (tmp_path / f"a.{suffix}" for suffix in ("png", "html", "json"))
+    files = ["--out", str(out), "--html", str(html), "--save", str(save)]
+    code, output = run_command("--lens", "64,2x8", "--heads", "8,2", *files)
     assert code == 0
     assert asked == [([64, 8, 8], [1, 1, 1], (8, 2), 128, 16, torch.bfloat16, None)]
     assert "two workers" in output
     assert "Worker 1 has the most work: 8.0 us." in output
     assert out.exists()
     assert save.exists()
+    assert "<strong>measured</strong>" in html.read_text()
+    assert "<strong>batch invariant, 16</strong>" in html.read_text()
 
 
 def test_command_without_a_gpu() -> None:
@@ -334,6 +337,7 @@ def test_command_on_a_gpu(gpu: Place, tmp_path: Path, options: list[str]) -> Non
         (["--lens", "3", "--heads", "8"], "heads: got '8', want query heads and KV heads by a comma"),
         (["--lens", "3", "--page-size", "-1"], "page_size: got -1, want 0 or more"),
         (["--lens", "3", "--dtype", "int4"], "dtype: got 'int4', want one of bfloat16"),
+        (["--lens", "3", "--html", "a.gif"], "html: got 'a.gif', want a name that ends in .html"),
         (["--lens", "3", "--out", "a.gif"], "out: got 'a.gif', want a name that ends in .png"),
     ],
 )

@@ -183,8 +183,7 @@ def explain_command(
             raise ValueError(f"num_splits: got {num_splits}, want 1 to {most} for {work.space.num_tiles} tiles")
         names = tuple(name.strip() for name in policies.split(","))
         panels = [] if recorded is None else _profile_panels(recorded)
-        for name, plan in deal(work, workers, names, num_splits).items():
-            panels.append(Panel(_label(name, num_splits), play(work, plan), ranges_of(plan)))
+        panels += _policy_panels(work, workers, names, num_splits)
         timelines = {panel.label: panel.timeline for panel in panels}
         _print_table(work, timelines, workers)
         if out is not None:
@@ -196,6 +195,20 @@ def explain_command(
                 save_page(draw_page(panels, work.tiles, title=heading, unit=work.unit, note=_note(work)), html)
     except ValueError as error:
         stop(str(error), 2)
+
+
+def profile_page(recorded: Profile) -> str:
+    """What was measured, the prediction for the same plan, and all policies with the same tiles, as a page."""
+    work = profiled_work(recorded)
+    panels = _profile_panels(recorded) + _policy_panels(work, len(recorded.simulated.workers), POLICIES, 4)
+    return draw_page(panels, work.tiles, title=recorded.title, unit=work.unit, note=_note(work))
+
+
+def _policy_panels(work: Work, workers: int, policies: tuple[str, ...], num_splits: int) -> list[Panel]:
+    return [
+        Panel(_label(name, num_splits), play(work, plan), ranges_of(plan))
+        for name, plan in deal(work, workers, policies, num_splits).items()
+    ]
 
 
 def _load(path: Path) -> Profile:

@@ -12,6 +12,8 @@ import typer
 
 from evenshare.attention.plan import plan_attention
 from evenshare.report.arguments import check_at_least, describe_lengths, parse_integer, parse_lengths, stop, writing
+from evenshare.report.explain import profile_page
+from evenshare.report.page import check_page, save_page
 from evenshare.report.profile import Profile, profile
 from evenshare.report.timeline import check_picture, format_time
 
@@ -36,6 +38,9 @@ def profile_command(
     out: Annotated[
         Path | None, typer.Option(help="Draw the timelines into this .png, .svg or .pdf", show_default=False)
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Draw them into this .html, beside the other policies", show_default=False)
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(help="Write the segments and their times into this .json", show_default=False)
     ] = None,
@@ -47,6 +52,8 @@ def profile_command(
     try:
         if out is not None:
             check_picture(out)
+        if html is not None:
+            check_page(html)
         kv_lens, q_lens = parse_lengths("lens", lens), parse_lengths("qo_lens", qo_lens)
         if len(q_lens) == 1:
             q_lens *= len(kv_lens)
@@ -72,6 +79,9 @@ def profile_command(
     if out is not None:
         with writing("out", out):
             recorded.draw(out)
+    if html is not None:
+        with writing("html", html):
+            save_page(profile_page(recorded), html)
 
 
 def run_batch(

@@ -2,6 +2,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const tip = document.getElementById("tip");
+  const said = document.getElementById("said");
   const WHOLE = 0, PARTIAL = 1, MERGE = 2, MANY = 3;
   const KINDS = ["whole", "partial", "merge", "many"];
   const HUES = Number(getComputedStyle(document.documentElement).getPropertyValue("--hues"));
@@ -58,7 +59,10 @@
     return low - 1;
   }
 
+  let shown = null; // what the tip says, and where
+
   function show(text, svg, x, y) {
+    shown = [text, svg, x, y];
     tip.textContent = text;
     tip.hidden = false;
     const around = svg.getBoundingClientRect();
@@ -72,6 +76,7 @@
   const leaving = [];
   function leave() {
     tip.hidden = true;
+    shown = null;
     for (const clear of leaving) clear();
   }
 
@@ -84,8 +89,9 @@
       place = next;
       const [text, x, y] = enter(place);
       show(text, svg, x, y);
-      return [x, y];
+      return text;
     };
+    const say = (next) => { said.textContent = go(next); };
     const point = (event) => {
       const around = svg.getBoundingClientRect();
       const x = (event.clientX - around.left) / around.width;
@@ -99,7 +105,7 @@
     svg.addEventListener("pointermove", point);
     svg.addEventListener("pointerdown", point);
     svg.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") leave(); });
-    svg.addEventListener("focus", () => { if (svg.matches(":focus-visible")) go(place ?? first()); });
+    svg.addEventListener("focus", () => { if (svg.matches(":focus-visible")) say(place ?? first()); });
     svg.addEventListener("blur", leave);
     svg.addEventListener("keydown", (event) => {
       if (event.key === "Escape") return leave();
@@ -107,7 +113,7 @@
       const next = move(place ?? first(), event.key);
       if (next === undefined) return;
       event.preventDefault();
-      if (next !== null) go(next);
+      if (next !== null) say(next);
     });
   }
 
@@ -270,5 +276,6 @@
   const choice = document.querySelector("fieldset");
   choice.hidden = panels.length < 2;
   choice.addEventListener("change", (event) => setSpan(event.target.value === "shared"));
-  addEventListener("scroll", () => { if (!document.activeElement.matches("svg")) leave(); }, { passive: true });
+  addEventListener("scroll", () => { if (shown) show(...shown); }, { passive: true });
+  addEventListener("pointerdown", (event) => { if (!event.target.closest("svg.timeline, svg.strip")) leave(); });
 })();

@@ -79,8 +79,7 @@ def test_ragged_prefill(backend: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:pos_encoding_mode ROPE_LLAMA")
-@pytest.mark.parametrize("page_size", [1, 5, 8])
-@pytest.mark.parametrize("heads", [(3, 3), (9, 3), (7, 1), (16, 2)])
+@pytest.mark.parametrize(("page_size", "heads"), [(1, (9, 3)), (5, (7, 1)), (8, (16, 2)), (16, (3, 3))], ids=str)
 def test_decode(backend: str, page_size: int, heads: tuple[int, int]) -> None:
     batch = make_batch([1] * 5, [11, 1, 0, 8, 5], page_size=page_size, heads=heads)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, backend=backend)

@@ -80,7 +80,9 @@ class Engine:
         """Take a new batch. num_rows: its query rows, where the host knows them."""
         if options.rope is not None and FP8 in (options.q_dtype, options.kv_dtype):
             refuse("pos_encoding_mode", "ROPE_LLAMA", f"'NONE' beside {FP8} (apply_rope_* before appending)")
-        if kv_indices is not None and last_page_len is not None:
+        host_lengths = _all_on_host(qo_indptr, kv_indptr, last_page_len)
+        plausible = host_lengths and _is_plausible(qo_indptr, kv_indptr, kv_indices, last_page_len, options.page_size)
+        if not plausible and kv_indices is not None and last_page_len is not None:
             kv_indptr, kv_indices, last_page_len = _without_empty_pages(
                 kv_indptr, kv_indices, last_page_len, options.page_size
             )
@@ -96,18 +98,15 @@ class Engine:
                 raise ValueError(
                     f"qo_indptr: got {num_rows} query rows, want at most the {self.max_rows} of the first plan in CUDA graph mode"
                 )
-        host = [t for t in metadata.values() if t is not None and t.device.type == "cpu" and t is not kv_indices]
-        lengths = [t for t in metadata.values() if t is not None and t is not kv_indices]
-        if len(host) == len(lengths):
-            host_batch = make_batch(**metadata, block_table=None, kv_lens=None)
-            check_host_values(host_batch, options.page_size)
+        if host_lengths and not plausible:  # it says what is wrong
+            check_host_values(make_batch(**metadata, block_table=None, kv_lens=None), options.page_size)
         moved = {name: None if t is None else t.to(self.device, non_blocking=True) for name, t in metadata.items()}
         for name, t in moved.items():
             # Until the first run() plans them, values must not change under us.
             if num_rows is None and t is not None and name != "kv_indices" and self.fixed_batch is None:
                 moved[name] = t.clone()
         self._kv_bound = kv_indices.shape[0] * max(options.page_size, 1) if kv_indices is not None else None
-        if kv_indices is None and len(host) == len(lengths):
+        if kv_indices is None and host_lengths:
             self._kv_bound = int(kv_indptr[-1])
         self._gathered = None
         if options.rope is not None and moved["kv_indices"] is not None:
@@ -289,6 +288,36 @@ class Engine:
         _, positions = token_requests(kv_indptr, k.shape[0])
         q, k = _rotate(q, k, q_positions, positions, rope)
         return q, k, v
+
+
+def _all_on_host(*tensors: torch.Tensor | None) -> bool:
+    return all(t is None or t.device.type == "cpu" for t in tensors)
+
+
+def _is_plausible(
+    qo_indptr: torch.Tensor | None,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor | None,
+    last_page_len: torch.Tensor | None,
+    page_size: int,
+) -> bool:
+    """Whether host metadata is possible. NumPy takes 10 us for 128 requests where torch takes 70, and every step plans."""
+    counts = []
+    for indptr in (kv_indptr, qo_indptr):
+        if indptr is not None:
+            values = indptr.numpy()
+            count = values[1:] - values[:-1]
+            if len(values) == 0 or values[0] < 0 or (len(count) and count.min() < 0):
+                return False
+            counts.append(count)
+    if len(counts) == 2 and len(counts[0]) != len(counts[1]):
+        return False
+    if kv_indices is None or last_page_len is None:
+        return True
+    last = last_page_len.numpy()
+    if last.shape != counts[0].shape or kv_indptr.numpy()[-1] > kv_indices.shape[0]:
+        return False
+    return bool((((last >= 1) & (last <= page_size)) | (counts[0] == 0)).all())
 
 
 def _without_empty_pages(

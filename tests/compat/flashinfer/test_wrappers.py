@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -285,6 +286,19 @@ def test_replanning_and_options_read_by_engines(backend: str) -> None:
     assert torch.equal(wrapper._paged_kv_indices_buf, batch.kv_indices)
 
 
+def test_rows_that_only_run_knows(backend: str) -> None:
+    """What happens when qo_indptr is on a GPU: the first run plans, with the metadata as it was at plan()."""
+    batch = make_batch(QO_LENS, KV_LENS)
+    wrapper = plan_paged(paged(backend), batch, causal=True)
+    metadata = {name: t.clone() for name, t in wrapper._engine.metadata.items()}
+    for policy in (None, "batch_invariant"):
+        options = replace(wrapper._engine.options, policy=policy)
+        wrapper._engine.plan(options, None, **metadata)
+        metadata["last_page_len"].fill_(1)
+        assert_close(wrapper.run(batch.q, batch.cache, return_lse=True), batch.oracle(causal=True))
+        metadata["last_page_len"].copy_(batch.last_page_len)
+
+
 def test_older_names(backend: str) -> None:
     batch = make_batch(QO_LENS, KV_LENS)
     wrapper = paged(backend)
@@ -378,6 +392,12 @@ def test_graph_mode_of_prefill_and_masks(backend: str) -> None:
     assert len(wrapper._engine._plans) == 1
     plan_paged(wrapper, batch, causal=True)
     assert_close(wrapper.run(batch.q, batch.cache), batch.oracle(causal=True))
+    before = [buffer.clone() for buffer in ints]
+    with pytest.raises(ValueError, match=r"last_page_len\[0\]: got 9, want 1 to the page size 4"):
+        wrapper.plan(ints[0].clone(), ints[1].clone(), ints[2].clone(), ints[3] * 0 + 9, *batch.heads, 4)
+    with pytest.raises(ValueError, match="plan: got 17 values for a buffer of 16, want no more"):
+        wrapper.plan(ints[0].clone(), ints[1].clone(), torch.zeros(17).int(), ints[3] * 0 + 1, *batch.heads, 4)
+    assert all(torch.equal(buffer, old) for buffer, old in zip(ints, before, strict=True))
     too_many = make_batch((4, 4), (9, 6))
     with pytest.raises(ValueError, match="qo_indptr: got 8 query rows, want at most the 7 of the first plan"):
         plan_paged(wrapper, too_many, causal=True)

@@ -80,12 +80,10 @@ class Engine:
         """Take a new batch. num_rows: its query rows, where the host knows them."""
         if options.rope is not None and FP8 in (options.q_dtype, options.kv_dtype):
             refuse("pos_encoding_mode", "ROPE_LLAMA", f"'NONE' beside {FP8} (apply_rope_* before appending)")
-        host_lengths = _all_on_host(qo_indptr, kv_indptr, last_page_len)
-        plausible = host_lengths and _is_plausible(qo_indptr, kv_indptr, kv_indices, last_page_len, options.page_size)
-        if not plausible and kv_indices is not None and last_page_len is not None:
-            kv_indptr, kv_indices, last_page_len = _without_empty_pages(
-                kv_indptr, kv_indices, last_page_len, options.page_size
-            )
+        self.check_rows(num_rows)
+        kv_indptr, kv_indices, last_page_len = checked_on_host(
+            qo_indptr, kv_indptr, kv_indices, last_page_len, options.page_size
+        )
         metadata = {
             "qo_indptr": qo_indptr,
             "kv_indptr": kv_indptr,
@@ -93,20 +91,13 @@ class Engine:
             "last_page_len": last_page_len,
         }
         batch = kv_indptr.shape[0] - 1
-        if self.fixed_batch is not None and num_rows is not None:
-            if self.max_rows is not None and num_rows > self.max_rows:
-                raise ValueError(
-                    f"qo_indptr: got {num_rows} query rows, want at most the {self.max_rows} of the first plan in CUDA graph mode"
-                )
-        if host_lengths and not plausible:  # it says what is wrong
-            check_host_values(make_batch(**metadata, block_table=None, kv_lens=None), options.page_size)
         moved = {name: None if t is None else t.to(self.device, non_blocking=True) for name, t in metadata.items()}
         for name, t in moved.items():
             # Until the first run() plans them, values must not change under us.
             if num_rows is None and t is not None and name != "kv_indices" and self.fixed_batch is None:
                 moved[name] = t.clone()
         self._kv_bound = kv_indices.shape[0] * max(options.page_size, 1) if kv_indices is not None else None
-        if kv_indices is None and host_lengths:
+        if kv_indices is None and kv_indptr.device.type == "cpu":
             self._kv_bound = int(kv_indptr[-1])
         self._gathered = None
         if options.rope is not None and moved["kv_indices"] is not None:
@@ -116,6 +107,13 @@ class Engine:
         self._generation += 1
         if num_rows is not None and (options.policy != "batch_invariant" or self._kv_bound is not None):
             self._planned(options, num_rows, 0)
+
+    def check_rows(self, num_rows: int | None) -> None:
+        """Raise if a CUDA graph's arrays do not hold as many query rows."""
+        if self.max_rows is not None and num_rows is not None and num_rows > self.max_rows:
+            raise ValueError(
+                f"qo_indptr: got {num_rows} query rows, want at most the {self.max_rows} of the first plan in CUDA graph mode"
+            )
 
     def _planned(self, options: Options, num_rows: int, num_keys: int) -> AttentionPlan:
         """The plan of these options, planned for the current batch."""
@@ -290,8 +288,25 @@ class Engine:
         return q, k, v
 
 
-def _all_on_host(*tensors: torch.Tensor | None) -> bool:
-    return all(t is None or t.device.type == "cpu" for t in tensors)
+def checked_on_host(
+    qo_indptr: torch.Tensor | None,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor | None,
+    last_page_len: torch.Tensor | None,
+    page_size: int,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(kv_indptr, kv_indices, last_page_len) for the engine. Raises ValueError for impossible values, where the host has them."""
+    if any(t is not None and t.device.type != "cpu" for t in (qo_indptr, kv_indptr, last_page_len)):
+        return kv_indptr, kv_indices, last_page_len
+    if not _is_plausible(qo_indptr, kv_indptr, kv_indices, last_page_len, page_size):
+        if kv_indices is not None and last_page_len is not None:
+            kv_indptr, kv_indices, last_page_len = _without_empty_pages(kv_indptr, kv_indices, last_page_len, page_size)
+        batch = make_batch(
+            qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, last_page_len=last_page_len,
+            block_table=None, kv_lens=None,
+        )  # fmt: skip
+        check_host_values(batch, page_size)  # it says what is wrong
+    return kv_indptr, kv_indices, last_page_len
 
 
 def _is_plausible(
@@ -327,8 +342,6 @@ def _without_empty_pages(
 
     Where the device alone knows, such a request is taken as empty.
     """
-    if kv_indptr.device.type != "cpu" or last_page_len.device.type != "cpu" or bool((last_page_len != 0).all()):
-        return kv_indptr, kv_indices, last_page_len
     entries = kv_indptr.diff()
     if last_page_len.shape != entries.shape:
         return kv_indptr, kv_indices, last_page_len  # an error that others name

@@ -11,7 +11,7 @@ from evenshare.attention import variants
 from evenshare.attention.variants import Variant
 from evenshare.compat.flashinfer import _arguments as arguments
 from evenshare.compat.flashinfer._arguments import DType
-from evenshare.compat.flashinfer._engine import Engine, Options, split_policy
+from evenshare.compat.flashinfer._engine import Engine, Options, checked_on_host, split_policy
 from evenshare.compat.flashinfer.quantization import pack_segments
 from evenshare.device.checks import check_is_tensor
 
@@ -110,15 +110,35 @@ class Wrapper:
                 f"{name}: got {batch_size} requests, want {self._fixed_batch_size}, those of the buffers in CUDA graph mode"
             )
 
-    def _keep(self, buffer: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
-        """In CUDA graph mode the buffer with these values, otherwise the values."""
-        if not self._use_cuda_graph or buffer is None:
-            return values
-        if values.shape[0] > buffer.shape[0]:
-            raise ValueError(f"plan: got {values.shape[0]} values for a buffer of {buffer.shape[0]}, want no more")
-        if values.data_ptr() != buffer.data_ptr():
-            buffer[: values.shape[0]].copy_(values, non_blocking=True)
-        return buffer
+    def _keep(
+        self,
+        buffers: tuple[torch.Tensor | None, ...],
+        qo_indptr: torch.Tensor | None,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor | None,
+        last_page_len: torch.Tensor | None,
+        num_rows: int | None,
+        page_size: int,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """(qo_indptr, kv_indptr, kv_indices, last_page_len): in CUDA graph mode the buffers with these values, else as they are."""
+        given: tuple[torch.Tensor | None, ...] = (qo_indptr, kv_indptr, kv_indices, last_page_len)
+        if not self._use_cuda_graph:
+            return given
+        # Nothing is written before everything has been checked.
+        self._engine.check_rows(num_rows)
+        given = qo_indptr, *checked_on_host(qo_indptr, kv_indptr, kv_indices, last_page_len, page_size)
+        for buffer, values in zip(buffers, given, strict=True):
+            if buffer is not None and values is not None and values.shape[0] > buffer.shape[0]:
+                raise ValueError(f"plan: got {values.shape[0]} values for a buffer of {buffer.shape[0]}, want no more")
+        kept = []
+        for buffer, values in zip(buffers, given, strict=True):
+            if buffer is None or values is None:
+                kept.append(None if values is None else values.to(self.device, non_blocking=True))
+                continue
+            if values.data_ptr() != buffer.data_ptr():
+                buffer[: values.shape[0]].copy_(values, non_blocking=True)
+            kept.append(buffer)
+        return tuple(kept)
 
     def _plan(
         self,

@@ -52,12 +52,12 @@ def single_decode_with_kv_cache(
     check_is_tensor(q=q)
     if q.dim() != 2:
         raise ValueError(f"q: got shape {tuple(q.shape)}, want [num_qo_heads, head_dim]")
-    out, lse = single_prefill_with_kv_cache(
+    result = single_prefill_with_kv_cache(
         q.unsqueeze(0), k, v, q_scale, k_scale, v_scale, kv_layout=kv_layout, pos_encoding_mode=pos_encoding_mode,
         sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap, rope_scale=rope_scale,
-        rope_theta=rope_theta, return_lse=True, variant=variant,
+        rope_theta=rope_theta, return_lse=return_lse, variant=variant,
     )  # fmt: skip
-    return (out[0], lse[0]) if return_lse else out[0]
+    return (result[0][0], result[1][0]) if return_lse else result[0]
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
@@ -144,17 +144,20 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         qo_indptr = None
         if q_len_per_req > 1:
             qo_indptr = torch.arange(batch + 1, dtype=torch.int32, device=indptr.device) * q_len_per_req
-        metadata = indptr, indices, last_page_len
         names = ("kv_indptr", "kv_indices", "last_page_len")
         buffers = "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf"
-        if self._use_cuda_graph:
-            metadata = tuple(  # type: ignore[assignment]
-                self._keep(getattr(self, name), values) for name, values in zip(buffers, metadata, strict=True)
-            )
-            if qo_indptr is not None:
-                qo_indptr = qo_indptr.to(self.device, non_blocking=True)
+        metadata = self._keep(
+            (None, *(getattr(self, name) for name in buffers)),
+            qo_indptr,
+            indptr,
+            indices,
+            last_page_len,
+            batch * q_len_per_req,
+            page_size,
+        )
+        assert metadata[1] is not None
         self._plan(
-            qo_indptr=qo_indptr, kv_indptr=metadata[0], kv_indices=metadata[1], last_page_len=metadata[2],
+            qo_indptr=metadata[0], kv_indptr=metadata[1], kv_indices=metadata[2], last_page_len=metadata[3],
             num_rows=batch * q_len_per_req, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim,
             head_dim_vo=None, page_size=page_size, custom_mask=None, packed_custom_mask=None, causal=q_len_per_req > 1,
             pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap,

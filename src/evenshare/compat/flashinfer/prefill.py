@@ -189,12 +189,17 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         )
         self._check_batch("qo_indptr", qo_indptr.shape[0] - 1)
         num_rows = int(qo_indptr[-1]) if qo_indptr.device.type == "cpu" else None
-        metadata = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         buffers = "_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf"
-        if self._use_cuda_graph:
-            metadata = tuple(  # type: ignore[assignment]
-                self._keep(getattr(self, name), values) for name, values in zip(buffers, metadata, strict=True)
-            )
+        metadata = self._keep(
+            tuple(getattr(self, name) for name in buffers),
+            qo_indptr,
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            num_rows,
+            page_size,
+        )
+        assert metadata[1] is not None
         self._plan(
             qo_indptr=metadata[0], kv_indptr=metadata[1], kv_indices=metadata[2], last_page_len=metadata[3],
             num_rows=num_rows,
@@ -349,9 +354,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         )  # fmt: skip
         self._check_batch("qo_indptr", qo_indptr.shape[0] - 1)
         num_rows = int(qo_indptr[-1]) if qo_indptr.device.type == "cpu" else None
-        metadata = qo_indptr, kv_indptr
-        if self._use_cuda_graph:
-            metadata = self._keep(self._qo_indptr_buf, qo_indptr), self._keep(self._kv_indptr_buf, kv_indptr)
+        buffers = self._qo_indptr_buf, self._kv_indptr_buf, None, None
+        metadata = self._keep(buffers, qo_indptr, kv_indptr, None, None, num_rows, 0)
+        assert metadata[1] is not None
         self._plan(
             qo_indptr=metadata[0], kv_indptr=metadata[1], kv_indices=None, last_page_len=None,
             num_rows=num_rows, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk,

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenshare import Variant
 from evenshare.attention import launch
 from evenshare.attention.metadata import Batch, make_batch
 from evenshare.attention.problem import Problem
@@ -55,7 +56,8 @@ def test_hopper_kernels_run_on_hopper(mean_qo_len: float) -> None:
         assert choose_tile(BF16, mean_qo_len, capability).kernel == "forward"
     assert choose_tile(BF16, mean_qo_len, HOPPER, interpreted=True).kernel == "forward"
     changes: list[dict[str, Any]] = [
-        {"dtype": torch.float32}, {"head_dim": 68}, {"head_dim_v": 20}, {"sm_scale": 0.0}, {"sm_scale": -1.0}
+        {"dtype": torch.float32}, {"head_dim": 68}, {"head_dim_v": 20}, {"sm_scale": 0.0}, {"sm_scale": -1.0},
+        {"variant": Variant()},
     ]  # fmt: skip
     for change in changes:
         problem = replace(BF16, **change)

@@ -178,7 +178,7 @@ def test_a_spoilt_file_is_written_again(tmp_path: Path) -> None:
     variant = Variant(score_mod=lambda s, b, h, q, k: s + 0.123)
     _ = variant.modify
     (file,) = (tmp_path / "variants").iterdir()
-    file.write_text("spoilt")
+    file.write_bytes(b"spoilt \xff")
     source._loaded.cache_clear()
     _ = Variant(score_mod=lambda s, b, h, q, k: s + 0.123).modify
     assert file.read_text() == variant.source()

@@ -110,7 +110,9 @@ def test_parameters_of_a_module(device: torch.device) -> None:
             return s + self.weight[h]
 
     module = Bias()
-    check_both(Variant(score_mod=module, sinks=module.weight), device)
+    variant = Variant(score_mod=module, sinks=module.weight)
+    check_both(variant, device)
+    assert "from score_mod test_parameters_of_a_module.<locals>.Bias and sinks" in variant.source()
 
 
 def test_long_chains_of_shared_values() -> None:

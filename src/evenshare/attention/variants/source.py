@@ -34,7 +34,7 @@ from evenshare.attention.variants.symbolic import (
 )
 
 INT32_MAX = 2**31 - 1
-# What a request, a head and a key count is never negative, so it needs no test for an index from the end.
+# Requests, heads and keys are counted from 0: such an index is none from a tensor's end.
 _COUNTS = ("b", "h", "kv_idx")
 _CASTS = {
     ("bool", "int"): "{}.to(tl.int32)",
@@ -84,12 +84,12 @@ class Printer:
         self._places: dict[Layout, tuple[str, int]] = {}  # of tensors: name and first argument
         self._next = 0
 
-    def function(self, title: str, parameters: Sequence[str], result: Operand, last: str) -> str:
-        """Source of a jit function of the parameters and `args`; last: what it returns, around {} as fp32."""
+    def function(self, name: str, parameters: Sequence[str], result: Operand) -> str:
+        """Source of the jit function of the parameters and `args` that returns the result, in fp32."""
         body = _Body(self)
         value = body.text(result, "float")
-        lines = [*body.prologue(), *body.lines, f"return {last.format(value)}"]
-        return f"@triton.jit\ndef {title}({', '.join((*parameters, 'args'))}):\n" + "".join(
+        lines = [*body.prologue(), *body.lines, f"return {value}"]
+        return f"@triton.jit\ndef {name}({', '.join((*parameters, 'args'))}):\n" + "".join(
             f"    {line}\n" for line in lines
         )
 
@@ -135,7 +135,7 @@ class _Body:
         return lines
 
     def _name_of(self, symbol: Symbol) -> str:
-        # In the order of the operands and without recursion: chains of operations may be long.
+        # Operands first, and without recursion: chains of operations may be long.
         pending = [symbol]
         while pending:
             last = pending[-1]
@@ -224,11 +224,13 @@ def program(
         hidden = float("-inf") if softmax else 0.0
         score = Symbol("float", "tl.where({0}, {1}, {2})", ((mask, "bool"), (score, "float"), (hidden, "float")))
     printer = Printer(names)
-    functions = [printer.function("modify", ("score", *positions), score, "{}")]
+    functions = [printer.function("modify", ("score", *positions), score)]
     if sinks is not None:
-        functions.append(printer.function("sink", ("h",), Load(sinks, (Symbol("int", "h"),)), "{}"))
+        functions.append(printer.function("sink", ("h",), Load(sinks, (Symbol("int", "h"),))))
     made_of = [
-        f"{kind} {getattr(f, '__qualname__', f)}" for kind, f in (("score_mod", score_mod), ("mask_mod", mask_mod)) if f
+        f"{kind} {getattr(function, '__qualname__', type(function).__qualname__)}"
+        for kind, function in (("score_mod", score_mod), ("mask_mod", mask_mod))
+        if function is not None
     ]
     title = "Generated from " + (" and ".join([*made_of, *(["sinks"] if sinks is not None else [])]) or "nothing")
     text = "\n\n" + "\n\n".join(functions)
@@ -279,10 +281,11 @@ def load(text: str) -> ModuleType:
 
 def _written(path: Path, text: str) -> Path:
     """The file, whole at any time for whoever else reads it."""
-    if not path.is_file() or path.read_text() != text:
+    content = text.encode()
+    if not path.is_file() or path.read_bytes() != content:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".py")
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         os.replace(unfinished, path)
     return path

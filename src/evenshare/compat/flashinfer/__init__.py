@@ -15,7 +15,14 @@ __version__ = "0.6.18+evenshare"  # the interface's version
 _NAMES = {
     "activation": ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"),
     "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
-    "cascade": ("MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"),
+    "cascade": (
+        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+        "MultiLevelCascadeAttentionWrapper",
+        "merge_state",
+        "merge_state_in_place",
+        "merge_states",
+    ),
     "comm": (),
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",
@@ -43,7 +50,7 @@ _NAMES = {
         "rmsnorm",
         "rmsnorm_quant",
     ),
-    "page": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
     "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
     "prefill": (
         "BatchPrefillWithPagedKVCacheWrapper",

@@ -64,6 +64,7 @@ class Engine:
         self.max_rows: int | None = None  # likewise
         self.options: Options | None = None
         self._generation = 0
+        self._current: tuple[Options, int, AttentionPlan] | None = None  # what run() mostly wants
         self._plans: OrderedDict[Any, tuple[AttentionPlan, int]] = OrderedDict()
         self._sinks: OrderedDict[Any, Variant] = OrderedDict()
 
@@ -105,6 +106,7 @@ class Engine:
             moved["kv_indices"] = torch.arange(self._gathered.shape[0], dtype=torch.int32, device=self.device)
         self.options, self.metadata, self.num_rows, self.batch = options, moved, num_rows, batch
         self._generation += 1
+        self._current = None
         if num_rows is not None and (options.policy != "batch_invariant" or self._kv_bound is not None):
             self._planned(options, num_rows, 0)
 
@@ -117,6 +119,12 @@ class Engine:
 
     def _planned(self, options: Options, num_rows: int, num_keys: int) -> AttentionPlan:
         """The plan of these options, planned for the current batch."""
+        if (
+            self._current is not None
+            and options is self._current[0]
+            and (self.num_rows is not None or num_rows == self._current[1])
+        ):
+            return self._current[2]
         max_batch, max_rows = next_power_of_2(self.batch), next_power_of_2(num_rows)
         if self.fixed_batch is not None:
             if self.max_rows is None:
@@ -159,6 +167,8 @@ class Engine:
             plan.update(**self.metadata)
         self._plans[key] = plan, self._generation
         self._plans.move_to_end(key)
+        if options is self.options:
+            self._current = options, num_rows, plan
         return plan
 
     def run(

@@ -9,7 +9,7 @@ import torch
 from evenshare import attention as engine
 from evenshare.compat.flashinfer import _arguments as arguments
 from evenshare.compat.flashinfer._arguments import DType, PagedCache
-from evenshare.compat.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+from evenshare.compat.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 from evenshare.device.checks import check_is_tensor
 
 
@@ -151,6 +151,110 @@ class MultiLevelCascadeAttentionWrapper:
         return out
 
     forward = run
+
+    def end_forward(self) -> None:
+        """Nothing to do."""
+
+
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+    """Ragged queries over keys that all requests share, dense, and their own in pages. Deprecated: `MultiLevelCascade...`."""
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str = "auto") -> None:
+        self._kv_layout = kv_layout
+        self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: Any = None) -> None:
+        """evenshare sizes its own workspace."""
+
+    def begin_forward(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+    ) -> None:
+        """Take a batch, as the paged prefill wrapper's plan(); what is computed is q's dtype."""
+        self._batch = (
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size
+        )  # fmt: skip
+        self._options: tuple[Any, ...] | None = None
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_shared: torch.Tensor,
+        v_shared: torch.Tensor,
+        unique_kv_cache: PagedCache,
+        causal: bool = False,
+        allow_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """q [nnz, Hq, D]; k_shared, v_shared [n, Hkv, D] (NHD) or [Hkv, n, D] (HND); `causal` is among the requests' own keys."""
+        k, _ = arguments.split_cache(unique_kv_cache, self._kv_layout)
+        options = (causal, sm_scale, q.dtype, k.dtype)
+        if options != self._options:
+            self._unique.plan(*self._batch, causal=causal, sm_scale=sm_scale, q_data_type=q.dtype, kv_data_type=k.dtype)
+            self._options = options
+        out, lse = self._unique.run(q, unique_kv_cache, return_lse=True)
+        shared = single_prefill_with_kv_cache(
+            q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True, backend=self._unique._backend
+        )  # fmt: skip
+        merge_state_in_place(out, lse, *shared)
+        return out
+
+    def end_forward(self) -> None:
+        """Nothing to do."""
+
+
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+    """One query token for each request, likewise. Deprecated: `MultiLevelCascadeAttentionWrapper`."""
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str = "auto") -> None:
+        self._wrapper = BatchPrefillWithSharedPrefixPagedKVCacheWrapper(
+            float_workspace_buffer, kv_layout, backend=backend
+        )
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: Any = None) -> None:
+        """evenshare sizes its own workspace."""
+
+    def begin_forward(
+        self,
+        unique_kv_indptr: torch.Tensor,
+        unique_kv_indices: torch.Tensor,
+        unique_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        data_type: DType = "float16",
+    ) -> None:
+        """Take a batch, as the decode wrapper's plan(); what is computed is q's dtype."""
+        arguments.check_int32(unique_kv_indptr=unique_kv_indptr)
+        qo_indptr = torch.arange(unique_kv_indptr.shape[0], dtype=torch.int32, device=unique_kv_indptr.device)
+        self._wrapper.begin_forward(
+            qo_indptr, unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim,
+            page_size,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k_shared: torch.Tensor,
+        v_shared: torch.Tensor,
+        unique_kv_cache: PagedCache,
+        allow_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """q [B, Hq, D]; k_shared, v_shared [n, Hkv, D] (NHD) or [Hkv, n, D] (HND)."""
+        return self._wrapper.forward(q, k_shared, v_shared, unique_kv_cache, sm_scale=sm_scale)
 
     def end_forward(self) -> None:
         """Nothing to do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from evenshare.compat.flashinfer._arguments import PagedCache, check_int32, check_kv_layout, split_cache
+from evenshare.device.checks import check_is_tensor
 from evenshare.ops import append_paged_kv_cache as append
 from evenshare.ops.rope import token_requests
 
@@ -35,6 +36,41 @@ def append_paged_kv_cache(
     append(
         append_key, append_value, batch_indices, positions, k_cache, v_cache, kv_indptr=kv_indptr, kv_indices=kv_indices,
         kv_layout=kv_layout,
+    )  # fmt: skip
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor,
+    append_kpe: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+) -> None:
+    """`append_paged_kv_cache` of latents [nnz, 512] and rotary keys [nnz, 64] to caches [pages, page, 512], [pages, page, 64]."""
+    check_int32(
+        batch_indices=batch_indices,
+        positions=positions,
+        kv_indices=kv_indices,
+        kv_indptr=kv_indptr,
+        kv_last_page_len=kv_last_page_len,
+    )
+    tensors = {
+        "append_ckv": (append_ckv, 2),
+        "append_kpe": (append_kpe, 2),
+        "ckv_cache": (ckv_cache, 3),
+        "kpe_cache": (kpe_cache, 3),
+    }
+    for name, (tensor, dims) in tensors.items():
+        check_is_tensor(**{name: tensor})
+        if tensor.dim() != dims:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want {dims} dimensions")
+    append(
+        append_ckv.unsqueeze(1), append_kpe.unsqueeze(1), batch_indices, positions, ckv_cache.unsqueeze(2),
+        kpe_cache.unsqueeze(2), kv_indptr=kv_indptr, kv_indices=kv_indices,
     )  # fmt: skip
 
 

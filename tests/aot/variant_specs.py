@@ -14,7 +14,10 @@ from typing import Any
 # makes the variants and says whether their sources and these are up to date.
 ARGUMENTS = {
     "capped_alibi": ("*i32", "i32", "i32", "i32", "1", "*fp32", "i32", "1", "*bf16", "i32", "1"),
-    "operations": ("*fp32", "i32", "1", "*fp32", "i32", "i32", "i32", "1", "*fp32", "*i64", "i32", "1", "*i64"),
+    "operations": (
+        *("*fp32", "i32", "1", "*fp32", "i32", "i32", "i32", "1", "*fp32", "*i64", "i32", "1", "*i64"),
+        *("*fp32", "*fp32", "*fp32", "*fp32", "*fp32", "i32", "1", "*fp32", "i32", "1", "i32", "i32"),
+    ),
 }
 # Spec that one is made from, variant, known spills, softmax: for few rows and for many, of 16 bits and of 32.
 CASES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ UNTRACEABLE: list[tuple[Callable[..., Any], str]] = [
     (lambda s, b, h, q, k: s + SLOPES.exp()[h], "the operation exp on captured tensors alone"),
     (lambda s, b, h, q, k: s * SLOPES[0].item(), "the operation item on captured tensors alone"),
     (lambda s, b, h, q, k: s * SLOPES.sum(), "the operation sum on captured tensors alone"),
+    (lambda s, b, h, q, k: s * torch.exp(input=SLOPES)[h], "the operation exp on captured tensors alone"),
+    (lambda s, b, h, q, k: s * SLOPES.max(0).values[h], "the operation max on captured tensors alone"),
+    (lambda s, b, h, q, k: s * torch.add(SLOPES, 1, out=SLOPES)[h], "the operation add on captured tensors alone"),
     (lambda s, b, h, q, k: s * SLOPES.mul_(2)[h], "the operation mul_ on captured tensors alone"),
     (lambda s, b, h, q, k: s * SLOPES.to(torch.complex64)[h], "captured tensors alone"),
     (lambda s, b, h, q, k: "no number", "got a str returned"),
@@ -66,9 +70,11 @@ UNTRACEABLE: list[tuple[Callable[..., Any], str]] = [
 @pytest.mark.parametrize(("function", "message"), UNTRACEABLE)
 def test_what_cannot_be_traced(function: Callable[..., Any], message: str) -> None:
     before = SLOPES.clone()
-    with pytest.raises(VariantError, match=message) as caught:
+    with pytest.raises(VariantError) as caught:
         Variant(score_mod=function)
-    assert f"{Path(__file__).name}:" in str(caught.value)
+    text, place = str(caught.value).split("\n")  # the line that is shown holds the message that is wanted
+    assert re.search(message, text)
+    assert f"{Path(__file__).name}:" in place
     assert torch.equal(SLOPES, before)
 
 

@@ -73,6 +73,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "infinite": lambda s, b, h, q, k: torch.where(torch.isinf(torch.where(k == 4, -math.inf, s)) | s.isnan(), math.inf, s),
     "tables": lambda s, b, h, q, k: s + SLOPES[h] * (k - q) + BIAS[h, (k + q) % 5] + BIAS[-1][0] * SLOPES[b].exp(),
     "tables as indices": lambda s, b, h, q, k: s + BIAS[h % 4, IDS[k] % 5] + (IDS[q] == IDS[k]) + BIAS[IDS[1]][-2],
+    "parts of tables": lambda s, b, h, q, k: s + sum(SLOPES) + BIAS.unbind()[1][k % 5] + BIAS.t()[q % 5, h] + SLOPES.chunk(2)[1][0],
     "constant": lambda s, b, h, q, k: 2,
     "of a row": lambda s, b, h, q, k: q * 2,
     "of a head": lambda s, b, h, q, k: SLOPES[h],

@@ -111,7 +111,7 @@ def _pow(name: str, a: Any, b: Any) -> Symbol:
     base, exponent = operand_of(a, name), operand_of(b, name)
     if not isinstance(base, Symbol) and base > 0 and promoted(base, exponent) == "float":
         return elementwise(f"tl.exp2({{0}} * {math.log2(base)!r})", takes="float")(name, exponent)
-    if exponent == 0.5 and not isinstance(exponent, Symbol):
+    if not isinstance(exponent, Symbol) and exponent == 0.5:
         return elementwise("tl.sqrt({0})", takes="float")(name, base)
     if not isinstance(exponent, Symbol) and exponent == int(exponent) and 1 <= exponent <= MAX_POWER:
         kind = max(promoted(base, exponent), "int", key=KINDS.index)

@@ -154,7 +154,7 @@ class CapturedTensors(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", str(function))
-        flat = [x for arg in args for x in (arg if isinstance(arg, tuple | list) else (arg,))]
+        flat = [x for arg in (*args, *kwargs.values()) for x in _parts(arg)]
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         if not tensors or any(isinstance(x, Symbol | Table) for x in flat):
             return function(*args, **kwargs)
@@ -169,15 +169,22 @@ class CapturedTensors(TorchFunctionMode):
         if not writes or name in ("__index__", "__int__", "__invert__"):
             result = function(*args, **kwargs)
             storages = {t.untyped_storage().data_ptr() for t in tensors}
-            computed = isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in storages
+            computed = any(
+                x.untyped_storage().data_ptr() not in storages for x in _parts(result) if isinstance(x, torch.Tensor)
+            )
             if computed and all(t.dim() == 0 for t in tensors):
                 return _apply(name, *args, **kwargs)
             if not computed and name not in self._READS:
                 return result
+        plain = name.strip("_") if name.startswith("__") else name
         fail(
-            f"the operation {name.strip('_')} on captured tensors alone, which would not follow their values; "
+            f"the operation {plain} on captured tensors alone, which would not follow their values; "
             "want it outside the function"
         )
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def user_line() -> tuple[str, str]:

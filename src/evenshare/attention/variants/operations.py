@@ -88,11 +88,20 @@ def _logical(symbol: str, neutral: bool) -> Rule:
     return rule
 
 
+def _refuse_bools(name: str, *operands: Operand) -> None:
+    if any(isinstance(operand, Symbol) and operand.kind == "bool" for operand in operands):
+        fail(f"{name} of a bool, which torch does not define; want ~, ^ or .int()")
+
+
 def _sub(name: str, a: Any, b: Any) -> Symbol:
     a, b = operand_of(a, name), operand_of(b, name)
-    if promoted(a, b) == "bool":
-        fail(f"{name} of two bools, which torch does not define; want ^")
+    _refuse_bools(name, a, b)
     return elementwise("{0} - {1}")(name, a, b)
+
+
+def _neg(name: str, x: Any) -> Symbol:
+    _refuse_bools(name, operand_of(x, name))
+    return elementwise("-{0}", least="int")(name, x)
 
 
 def _div(name: str, a: Any, b: Any, *, rounding_mode: str | None = None) -> Symbol:
@@ -224,7 +233,7 @@ RULES: dict[str, Rule] = {
     "remainder": elementwise("remainder({0}, {1})", least="int"),
     "pow": _pow,
     "square": lambda name, x: _pow(name, x, 2),
-    "neg": elementwise("-{0}", least="int"),
+    "neg": _neg,
     "pos": elementwise("{0}"),
     "abs": elementwise("tl.abs({0})", least="int"),
     "floor": elementwise("tl.floor({0})", takes="float"),

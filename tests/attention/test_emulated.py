@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from evenshare.attention import tiles
 from tests.attention import test_fp8 as fp8
 from tests.attention.cases import Case, check
 from tests.attention.emulated import emulate_hopper
@@ -37,7 +36,6 @@ MASKS: dict[str, dict[str, Any]] = {
 def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
     if torch.cuda.is_available():
         pytest.skip("the portable kernels beside it want Triton's interpreter, and this machine has a GPU")
-    monkeypatch.setattr(tiles, "FP8_ON_HOPPER", True)
     return emulate_hopper(monkeypatch, request.node.name)
 
 

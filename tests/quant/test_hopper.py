@@ -25,7 +25,6 @@ ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu
 @pytest.fixture(autouse=True, params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def _place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where the kernel runs; tensors are made there."""
-    monkeypatch.setattr(hopper, "USE_HOPPER", True)
     if request.param == "gpu":
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("no Hopper GPU")

@@ -18,9 +18,6 @@ SHARED_BYTES = (227 << 10) - 2048  # of a SM on Hopper, less barriers and alignm
 MAX_STAGES = 12
 MIN_BOX_ROWS = 16
 BOX_ROWS = 64  # of q: a consumer's
-FP8_ON_HOPPER = (
-    False  # until those kernels have run on a GPU: so far they are compiled, and right in the tests' emulator
-)
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,6 @@ def runs_on_hopper(problem: Problem, capability: tuple[int, int]) -> bool:
     return (
         capability == (9, 0)
         and problem.dtype in (torch.float16, torch.bfloat16)
-        and (FP8_ON_HOPPER or not problem.fp8_kv)
         and problem.head_dim % piece == 0
         and problem.head_dim_v % piece == 0
         and problem.sm_scale > 0

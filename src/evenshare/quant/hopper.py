@@ -22,7 +22,6 @@ from evenshare.quant.weight import QuantizedWeight
 from evenshare.schedule.plan import UniformPlan
 from evenshare.schedule.uniform import uniform_plan
 
-USE_HOPPER = False  # until the kernel has run on a GPU: so far it is compiled, and right in the tests' emulator
 ROW_MULTIPLE = 256  # rows of W are padded to the widest tile
 STEP, BLOCK, STRIP, PIECES = (
     c.value for c in (hopper_w4a16.STEP, hopper_w4a16.BLOCK, hopper_w4a16.STRIP, hopper_w4a16.PIECES)
@@ -57,7 +56,7 @@ class HopperWeight:
 
 def refusal(dtype: torch.dtype, weight: QuantizedWeight, target: Target) -> str | None:
     """Why products of activations of `dtype` run on the portable kernel instead, or None."""
-    if not USE_HOPPER or target.capability != HOPPER:
+    if target.capability != HOPPER:
         return "the kernel is for compute capability 9.0"
     if weight.bits != 4:
         return "the kernel takes 4-bit codes"

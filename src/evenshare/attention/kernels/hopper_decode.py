@@ -53,10 +53,12 @@ def _load_window(kv_indices_ptr, kv_start, page, page_end, num_pages, layout: gl
 
 @gluon.jit
 def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages, num_indices,
-                 k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                 k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, warm, flags,
                  PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr,
                  PANELS: gl.constexpr, PANELS_V: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """One warp: a K and a V block per iteration, BLOCK_N // BOX boxes a panel of 128 bytes."""
+    """One warp: a K and a V block per iteration, BLOCK_N // BOX boxes a panel of 128 bytes.
+
+    A box outside either tensor is asked for at once: TMA fetches the descriptors while the way to the first keys is looked up."""
     PANEL: gl.constexpr = k_bufs.shape[2]
     element_bytes: gl.constexpr = k_desc.dtype.primitive_bitwidth // 8
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -64,9 +66,13 @@ def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr
     worker = gl.program_id(0)
     stage = 0
     phase = 1
+    mbarrier.expect(warm, 2 * BOX * PANEL * element_bytes)
+    tma.async_copy_global_to_shared(k_desc, [-1, 0, 0, 0], warm, k_bufs.index(0).slice(0, BOX, 0))
+    tma.async_copy_global_to_shared(v_desc, [-1, 0, 0, 0], warm, v_bufs.index(0).slice(0, BOX, 0))
     segment_begin = gl.load(worker_indptr_ptr + worker)
     segment_end = gl.load(worker_indptr_ptr + worker + 1)
     tile = _load_tile_id(segments_ptr, segment_begin, segment_end)
+    mbarrier.wait(warm, 0)
     for segment in range(segment_begin, segment_end):
         kv_head, _q, _l, _r, kv_start, kv_len, end, num_blocks = _load_tile(
             segments_ptr, tiles_ptr, segment, tile, heads_per_row
@@ -244,7 +250,7 @@ def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_pt
 def _produce(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
              heads_per_row, num_pages, num_indices, stride_k_page, stride_k_token, stride_k_head,
              stride_v_page, stride_v_token, stride_v_head,
-             k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+             k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, warm, flags,
              HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr, GATHER: gl.constexpr,
              BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     if GATHER:
@@ -254,7 +260,7 @@ def _produce(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
                         HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES)  # fmt: skip
     else:
         _produce_tma(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
-                     num_indices, k_panels, v_panels, k_full, k_empty, v_full, v_empty, flags,
+                     num_indices, k_panels, v_panels, k_full, k_empty, v_full, v_empty, warm, flags,
                      PAGE_SIZE, DENSE, BLOCK_N, BOX, BLOCK_D // k_panels.shape[2], BLOCK_DV // k_panels.shape[2], STAGES)  # fmt: skip
 
 
@@ -546,7 +552,9 @@ def decode(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, seg
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     flags = gl.allocate_shared_memory(gl.int32, [FLAGS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mbarrier.init(warm, count=1)
     arrivals: gl.constexpr = 128 if GATHER else 1  # each thread of the gathering producer arrives
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=arrivals)
@@ -568,7 +576,7 @@ def decode(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, seg
             (_produce, (k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
                         heads_per_row, num_pages, num_indices, stride_k_page, stride_k_token, stride_k_head,
                         stride_v_page, stride_v_token, stride_v_head,
-                        k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                        k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, warm, flags,
                         HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, GATHER, BLOCK_N, BLOCK_D, BLOCK_DV, BOX, STAGES)),
         ],
         [PRODUCER_WARPS],

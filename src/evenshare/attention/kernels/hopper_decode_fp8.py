@@ -311,6 +311,8 @@ def decode(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_p
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     o_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
     o_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(warm, count=1)
     flags = gl.allocate_shared_memory(gl.int32, [FLAGS, 1], vector)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=256 if GATHER else 2)  # each thread of the gathering producer arrives
@@ -344,7 +346,7 @@ def decode(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_p
             (_produce, (k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
                         heads_per_row, num_pages, num_indices, stride_k_page, stride_k_token, stride_k_head,
                         stride_v_page, stride_v_token, stride_v_head,
-                        k_panels, v_panels, k_codes, v_codes, full, empty, full, empty, flags,
+                        k_panels, v_panels, k_codes, v_codes, full, empty, full, empty, warm, flags,
                         HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, GATHER, BLOCK_N, BLOCK_D, BLOCK_DV, BOX, STAGES)),
         ],
         [4, PRODUCER_WARPS],

@@ -42,6 +42,12 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _before(stage, STAGES: gl.constexpr):
+    """The stage before. Not carried through the loop: of two values that begin it equal, Triton takes one to stay as it was."""
+    return gl.where(stage == 0, STAGES, stage) - 1
+
+
+@gluon.jit
 def _load(
     operand,
     first,
@@ -157,32 +163,46 @@ def _store(out, out_ptr, bias_ptr, residual_ptr, out_buf, acc, alpha, beta, row,
 
 
 @gluon.jit
+def _joined(left, right):
+    """As columns beside each other: no register moves."""
+    return gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [left.shape[0], 2 * left.shape[1]])
+
+
+@gluon.jit
+def _sum_partials(offsets, partials_ptr, first, last, tile_begin, tail, num_workers, SIZE: gl.constexpr,
+                  CONSUMERS: gl.constexpr, number: gl.constexpr, AT_ONCE: gl.constexpr):  # fmt: skip
+    """AT_ONCE partials are under way together: one takes as long to arrive as several steps to be multiplied."""
+    acc = gl.zeros_like(offsets).to(gl.float32)
+    for begin in range(first, last + 1, AT_ONCE):
+        partials = ()
+        for i in gl.static_range(AT_ONCE):
+            slot = partial_slot(begin + i, tile_begin, tail, num_workers).to(gl.int64) * CONSUMERS + number
+            partials = partials + (gl.load(partials_ptr + slot * SIZE + offsets, mask=begin + i <= last, other=0.0),)
+        for i in gl.static_range(AT_ONCE):
+            acc += partials[i]
+    return acc
+
+
+@gluon.jit
 def _merge(
-    acc,
-    offsets,
-    partials_ptr,
-    first,
-    last,
-    tile_begin,
-    tail,
-    num_workers,
-    CONSUMERS: gl.constexpr,
-    number: gl.constexpr,
+    offsets, partials_ptr, first, last, tile_begin, tail, num_workers, CONSUMERS: gl.constexpr, number: gl.constexpr
 ):
-    """The sum of all partials of a tile, in its order. Half by half: the loads of a partial want as many registers as the sum."""
-    SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
-    left, right = halves(acc)
-    left_offsets, right_offsets = halves(offsets)
-    left = gl.zeros_like(left)
-    right = gl.zeros_like(right)
-    for i in range(first, last + 1):
-        slot = partial_slot(i, tile_begin, tail, num_workers).to(gl.int64) * CONSUMERS + number
-        left += gl.load(partials_ptr + slot * SIZE + left_offsets)
-    for i in range(first, last + 1):
-        slot = partial_slot(i, tile_begin, tail, num_workers).to(gl.int64) * CONSUMERS + number
-        right += gl.load(partials_ptr + slot * SIZE + right_offsets)
-    merged = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [acc.shape[0], acc.shape[1]])
-    return gl.convert_layout(merged, acc.type.layout, assert_trivial=True)
+    """The sum of all partials of a tile, in its order, 64 columns after another: loads want registers beside the sum's."""
+    SIZE: gl.constexpr = offsets.shape[0] * offsets.shape[1]
+    AT_ONCE: gl.constexpr = 2 if offsets.shape[1] == 4 * PANEL else 4
+    parts = _parts(offsets)
+    sums = ()
+    for part in gl.static_range(offsets.shape[1] // PANEL):
+        one = _sum_partials(parts[part], partials_ptr, first, last, tile_begin, tail, num_workers, SIZE,
+                            CONSUMERS, number, AT_ONCE)  # fmt: skip
+        sums = sums + (one,)
+    if offsets.shape[1] == PANEL:
+        merged = sums[0]
+    elif offsets.shape[1] == 2 * PANEL:
+        merged = _joined(sums[0], sums[1])
+    else:
+        merged = _joined(_joined(sums[0], sums[1]), _joined(sums[2], sums[3]))
+    return gl.convert_layout(merged, offsets.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -209,7 +229,6 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partial
         )
         tile_m, tile_n = _coordinates(current, tiles_m, tiles_n)
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-        before = stage
         for step in range(begin, end):
             mbarrier.wait(full.index(stage), phase)
             if A_K_MAJOR:
@@ -223,12 +242,11 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partial
             token = warpgroup_mma(left, right, acc, use_acc=step > begin, is_async=True)
             acc = warpgroup_mma_wait(1, (token,))
             if step > begin:
-                mbarrier.arrive(empty.index(before), count=1)
-            before = stage
+                mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1)
             stage, phase = _next(stage, phase, STAGES)
         acc = warpgroup_mma_wait(0, (acc,))
         if begin < end:
-            mbarrier.arrive(empty.index(before), count=1)
+            mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1)
         complete = end - begin == iters_per_tile
         if not complete:
             tile_begin = split_tile * iters_per_tile
@@ -241,7 +259,7 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partial
             complete = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == last - first
             if complete:
                 gl.store(counter_ptr, 0)
-                acc = _merge(acc, offsets, partials_ptr, first, last, tile_begin, tail, num_workers, CONSUMERS, number)
+                acc = _merge(offsets, partials_ptr, first, last, tile_begin, tail, num_workers, CONSUMERS, number)
         if complete:
             row = tile_m * BLOCK_M + number * ROWS
             _store(out, out_ptr, bias_ptr, residual_ptr, out_bufs.index(number), acc, alpha, beta, row, tile_n, m, n, stride_out_m, stride_out_n,

@@ -283,10 +283,16 @@ def _zeros(zeros, words, element: gl.constexpr):
 
 @gluon.jit
 def _sum_partials(offsets, partials_ptr, first, last, tile_begin, tail, num_workers, SIZE: gl.constexpr):
+    """AT_ONCE partials are under way together: each takes as long as a step."""
+    AT_ONCE: gl.constexpr = 8 if offsets.shape[1] <= 16 else 2
     acc = gl.zeros_like(offsets).to(gl.float32)
-    for i in range(first, last + 1):
-        slot = partial_slot(i, tile_begin, tail, num_workers).to(gl.int64)
-        acc += gl.load(partials_ptr + slot * SIZE + offsets)
+    for begin in range(first, last + 1, AT_ONCE):
+        partials = ()
+        for i in gl.static_range(AT_ONCE):
+            slot = partial_slot(begin + i, tile_begin, tail, num_workers).to(gl.int64)
+            partials = partials + (gl.load(partials_ptr + slot * SIZE + offsets, mask=begin + i <= last, other=0.0),)
+        for i in gl.static_range(AT_ONCE):
+            acc += partials[i]
     return acc
 
 

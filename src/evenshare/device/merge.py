@@ -8,7 +8,7 @@ not depend on who was last, and the counter is zero again for the next launch.
 import triton
 import triton.language as tl
 
-from evenshare.device.segments import first_contributor, partial_slot
+from evenshare.device.segments import first_contributor, partial_slot, slot_of_contributor
 
 
 @triton.jit
@@ -39,7 +39,8 @@ def merge_split_tile(acc, partials_ptr, counters_ptr, inner, worker, split_tile,
     is_last = arrive(counters_ptr + split_tile, last - first + 1)
     if is_last:
         acc = tl.zeros_like(acc)
-        for i in range(0, last - first + 1):
-            slot = partial_slot(first + i, tile_begin, total, num_workers).to(tl.int64)
+        first_slot = partial_slot(first, tile_begin, total, num_workers)
+        for i in range(first, last + 1):
+            slot = slot_of_contributor(i, first, first_slot).to(tl.int64)
             acc += tl.load(partials_ptr + slot * TILE_ELEMENTS + inner)
     return acc, is_last

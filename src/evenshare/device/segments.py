@@ -28,6 +28,12 @@ def partial_slot(worker, tile_begin, total, num_workers):
 
 
 @triton.jit
+def slot_of_contributor(contributor, first, first_slot):
+    """`partial_slot` of a tile's contributor, by that of the first one: the shares of all others begin inside the tile."""
+    return tl.where(contributor == first, first_slot, contributor * 2)
+
+
+@triton.jit
 def next_segment(tile, position, share_end, iters_per_tile, num_whole, num_workers):
     """The next segment of a worker that has whole tiles left from `tile` on and the tail's iterations [position, share_end).
 

@@ -18,7 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from evenshare.device.gluon import barrier, halves
-from evenshare.device.segments import first_contributor, next_segment, partial_slot, share_begin
+from evenshare.device.segments import (
+    first_contributor,
+    next_segment,
+    partial_slot,
+    share_begin,
+    slot_of_contributor,
+)
 
 PANEL = gl.constexpr(64)  # 16-bit numbers of the widest swizzle, 128 bytes; and the k of a step
 # Row tiles that neighbouring workers take before the next column tile: they share the rows' and the columns' loads through L2.
@@ -169,14 +175,14 @@ def _joined(left, right):
 
 
 @gluon.jit
-def _sum_partials(offsets, partials_ptr, first, last, tile_begin, tail, num_workers, SIZE: gl.constexpr,
+def _sum_partials(offsets, partials_ptr, first, last, first_slot, SIZE: gl.constexpr,
                   CONSUMERS: gl.constexpr, number: gl.constexpr, AT_ONCE: gl.constexpr):  # fmt: skip
     """AT_ONCE partials are under way together: one takes as long to arrive as several steps to be multiplied."""
     acc = gl.zeros_like(offsets).to(gl.float32)
     for begin in range(first, last + 1, AT_ONCE):
         partials = ()
         for i in gl.static_range(AT_ONCE):
-            slot = partial_slot(begin + i, tile_begin, tail, num_workers).to(gl.int64) * CONSUMERS + number
+            slot = slot_of_contributor(begin + i, first, first_slot).to(gl.int64) * CONSUMERS + number
             partials = partials + (gl.load(partials_ptr + slot * SIZE + offsets, mask=begin + i <= last, other=0.0),)
         for i in gl.static_range(AT_ONCE):
             acc += partials[i]
@@ -184,16 +190,14 @@ def _sum_partials(offsets, partials_ptr, first, last, tile_begin, tail, num_work
 
 
 @gluon.jit
-def _merge(
-    offsets, partials_ptr, first, last, tile_begin, tail, num_workers, CONSUMERS: gl.constexpr, number: gl.constexpr
-):
+def _merge(offsets, partials_ptr, first, last, first_slot, CONSUMERS: gl.constexpr, number: gl.constexpr):
     """The sum of all partials of a tile, in its order, 64 columns after another: loads want registers beside the sum's."""
     SIZE: gl.constexpr = offsets.shape[0] * offsets.shape[1]
     AT_ONCE: gl.constexpr = 2 if offsets.shape[1] == 4 * PANEL else 4
     parts = _parts(offsets)
     sums = ()
     for part in gl.static_range(offsets.shape[1] // PANEL):
-        one = _sum_partials(parts[part], partials_ptr, first, last, tile_begin, tail, num_workers, SIZE,
+        one = _sum_partials(parts[part], partials_ptr, first, last, first_slot, SIZE,
                             CONSUMERS, number, AT_ONCE)  # fmt: skip
         sums = sums + (one,)
     if offsets.shape[1] == PANEL:
@@ -221,7 +225,8 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partial
     stage = 0
     phase = 0
     tile = worker
-    position = share_begin(worker, tail, num_workers)
+    own_begin = share_begin(worker, tail, num_workers)  # with it, `partial_slot` of this worker needs no division
+    position = own_begin
     share_end = share_begin(worker + 1, tail, num_workers)
     while (tile < num_whole) | (position < share_end):
         current, begin, end, split_tile, tile, position = next_segment(
@@ -250,7 +255,7 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partial
         complete = end - begin == iters_per_tile
         if not complete:
             tile_begin = split_tile * iters_per_tile
-            slot = partial_slot(worker, tile_begin, tail, num_workers).to(gl.int64) * CONSUMERS + number
+            slot = (worker * 2 + (own_begin < tile_begin).to(gl.int32)).to(gl.int64) * CONSUMERS + number
             gl.store(partials_ptr + slot * (ROWS * BLOCK_N) + offsets, acc)
             first = first_contributor(tile_begin, tail, num_workers).to(gl.int32)
             last = first_contributor(tile_begin + iters_per_tile - 1, tail, num_workers).to(gl.int32)
@@ -259,7 +264,15 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partial
             complete = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == last - first
             if complete:
                 gl.store(counter_ptr, 0)
-                acc = _merge(offsets, partials_ptr, first, last, tile_begin, tail, num_workers, CONSUMERS, number)
+                acc = _merge(
+                    offsets,
+                    partials_ptr,
+                    first,
+                    last,
+                    partial_slot(first, tile_begin, tail, num_workers),
+                    CONSUMERS,
+                    number,
+                )
         if complete:
             row = tile_m * BLOCK_M + number * ROWS
             _store(out, out_ptr, bias_ptr, residual_ptr, out_bufs.index(number), acc, alpha, beta, row, tile_n, m, n, stride_out_m, stride_out_n,

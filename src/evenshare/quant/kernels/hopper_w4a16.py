@@ -21,7 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from evenshare.device.gluon import barrier, halves
-from evenshare.device.segments import first_contributor, next_segment, partial_slot, share_begin
+from evenshare.device.segments import (
+    first_contributor,
+    next_segment,
+    partial_slot,
+    share_begin,
+    slot_of_contributor,
+)
 from evenshare.quant import encodings
 from evenshare.quant.encodings import byte_tables
 from evenshare.quant.kernels.dequantize import E2M1, FLOAT_OFFSETS, INTEGER_ZEROS, NF4
@@ -282,14 +288,14 @@ def _zeros(zeros, words, element: gl.constexpr):
 
 
 @gluon.jit
-def _sum_partials(offsets, partials_ptr, first, last, tile_begin, tail, num_workers, SIZE: gl.constexpr):
+def _sum_partials(offsets, partials_ptr, first, last, first_slot, SIZE: gl.constexpr):
     """AT_ONCE partials are under way together: each takes as long as a step."""
     AT_ONCE: gl.constexpr = 8 if offsets.shape[1] <= 16 else 2
     acc = gl.zeros_like(offsets).to(gl.float32)
     for begin in range(first, last + 1, AT_ONCE):
         partials = ()
         for i in gl.static_range(AT_ONCE):
-            slot = partial_slot(begin + i, tile_begin, tail, num_workers).to(gl.int64)
+            slot = slot_of_contributor(begin + i, first, first_slot).to(gl.int64)
             partials = partials + (gl.load(partials_ptr + slot * SIZE + offsets, mask=begin + i <= last, other=0.0),)
         for i in gl.static_range(AT_ONCE):
             acc += partials[i]
@@ -297,16 +303,16 @@ def _sum_partials(offsets, partials_ptr, first, last, tile_begin, tail, num_work
 
 
 @gluon.jit
-def _merge(offsets, partials_ptr, first, last, tile_begin, tail, num_workers, SIZE: gl.constexpr):
+def _merge(offsets, partials_ptr, first, last, first_slot, SIZE: gl.constexpr):
     """The sum of all partials of a tile, in its order. Of many tokens half by half: loads want as many registers as the sum."""
     if offsets.shape[1] == MOST_TOKENS:
         left, right = halves(offsets)
-        left = _sum_partials(left, partials_ptr, first, last, tile_begin, tail, num_workers, SIZE)
-        right = _sum_partials(right, partials_ptr, first, last, tile_begin, tail, num_workers, SIZE)
+        left = _sum_partials(left, partials_ptr, first, last, first_slot, SIZE)
+        right = _sum_partials(right, partials_ptr, first, last, first_slot, SIZE)
         acc = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [offsets.shape[0], offsets.shape[1]])
         acc = gl.convert_layout(acc, offsets.type.layout, assert_trivial=True)
     else:
-        acc = _sum_partials(offsets, partials_ptr, first, last, tile_begin, tail, num_workers, SIZE)
+        acc = _sum_partials(offsets, partials_ptr, first, last, first_slot, SIZE)
     return acc
 
 
@@ -402,7 +408,8 @@ def _consume(number: gl.constexpr, bias_ptr, residual_ptr, out_ptr, partials_ptr
     stage = 0
     phase = 0
     tile = worker
-    position = share_begin(worker, tail, num_workers)
+    own_begin = share_begin(worker, tail, num_workers)  # with it, `partial_slot` of this worker needs no division
+    position = own_begin
     share_end = share_begin(worker + 1, tail, num_workers)
     while (tile < num_whole) | (position < share_end):
         current, begin, end, split_tile, tile, position = next_segment(
@@ -427,7 +434,7 @@ def _consume(number: gl.constexpr, bias_ptr, residual_ptr, out_ptr, partials_ptr
         complete = end - begin == iters_per_tile
         if not complete:
             tile_begin = split_tile * iters_per_tile
-            slot = partial_slot(worker, tile_begin, tail, num_workers).to(gl.int64)
+            slot = (worker * 2 + (own_begin < tile_begin).to(gl.int32)).to(gl.int64)
             gl.store(partials_ptr + slot * (STRIPS * STRIP * BLOCK_M) + offsets, acc)
             first = first_contributor(tile_begin, tail, num_workers).to(gl.int32)
             last = first_contributor(tile_begin + iters_per_tile - 1, tail, num_workers).to(gl.int32)
@@ -437,7 +444,12 @@ def _consume(number: gl.constexpr, bias_ptr, residual_ptr, out_ptr, partials_ptr
             if complete:
                 gl.store(counter_ptr, 0)
                 acc = _merge(
-                    offsets, partials_ptr, first, last, tile_begin, tail, num_workers, STRIPS * STRIP * BLOCK_M
+                    offsets,
+                    partials_ptr,
+                    first,
+                    last,
+                    partial_slot(first, tile_begin, tail, num_workers),
+                    STRIPS * STRIP * BLOCK_M,
                 )
         if complete:
             token = (current - tile_n * tiles_m) * BLOCK_M

@@ -41,8 +41,8 @@ TILES = (
     HopperTile(64, 128, 1, 7, 0.9),
     HopperTile(64, 64, 1, 10, 0.48),
 )
-# In iterations of the largest tile, 0.78 us: a tile's prologue and output, and what a partial of it costs to write and to read. Partials
-# are paid for by the square of their size: 4096 x 4096 x 4096 takes 192 us in whole tiles of 128 x 256 and 217 with a tail that is cut.
+# In iterations of the largest tile, 0.78 us: its prologue and output, and what a partial of it costs to write and to read. Partials
+# are paid for by the square of their size: 4096 x 4096 x 4096 takes 192 us in whole tiles of 128 x 256, 217 with a tail cut.
 TILE_COST, CUT_COST, MERGE_COST = 1.0, 16.0, 8.0
 
 

@@ -22,6 +22,8 @@ PEERS = {
     "gemlite": "gemlite",
 }
 
+TORCH_INT4_ROWS = 64  # with 128, torch 2.11 stops with an illegal memory access, and the process with it
+
 
 def select_peers(names: Iterable[str] | None) -> tuple[list[str], list[str]]:
     """(peers that can run, those that are not installed), of `names` or of all. Raises ValueError for an unknown name."""
@@ -111,6 +113,8 @@ def w4a16(
     if name == "cublas":  # what the 4-bit product replaces
         return matmul("cublas", x, weight.T)
     if name == "torch-int4":
+        if x.shape[0] > TORCH_INT4_ROWS:
+            return None
         packed = torch.ops.aten._convert_weight_to_int4pack(pack_high_first(codes), 8)
         scales_and_zeros = torch.stack((scales, torch.zeros_like(scales)), -1).to(x.dtype).transpose(0, 1).contiguous()
         return lambda: torch.ops.aten._weight_int4pack_mm(x, packed, group_size, scales_and_zeros)

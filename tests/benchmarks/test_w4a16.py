@@ -104,3 +104,10 @@ def test_torchs_kernel_computes_the_same() -> None:
     call = peers.w4a16("torch-int4", x, dense.to(x.dtype), codes, weight.scales, w4a16.GROUP_SIZE)
     assert call is not None
     assert peers.relative_error(call(), x.float() @ dense.T) < 1e-2
+
+
+def test_torchs_kernel_is_not_given_rows_that_stop_the_process() -> None:
+    weight = quantize(torch.randn(64, 128), w4a16.GROUP_SIZE)
+    codes, dense = weight.unpacked_codes(), weight.dequantize()
+    x = torch.ones(peers.TORCH_INT4_ROWS + 1, 128)
+    assert peers.w4a16("torch-int4", x, dense, codes, weight.scales, w4a16.GROUP_SIZE) is None

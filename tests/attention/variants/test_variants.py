@@ -175,6 +175,8 @@ def test_an_index_outside_reads_zero(kernel_place: Place) -> None:
     variant = Variant(score_mod=lambda score, b, h, q_idx, kv_idx: score + biases[kv_idx] * 1.0)
     inside = Variant(score_mod=lambda score, b, h, q_idx, kv_idx: score + torch.where(kv_idx < 10, 2.0, 0.0))
     assert_close(run_ragged(batch, kernel_place, variant=variant, causal=False), formula_oracle(batch, inside), batch)
+    few = torch.full((10,), 2.0)
+    variant = Variant(score_mod=lambda score, b, h, q_idx, kv_idx: score + few[kv_idx])
     with pytest.raises(IndexError):
         run_ragged(batch, Place(torch.device("cpu"), "cpu", ()), variant=variant, causal=False)
 

@@ -105,6 +105,19 @@ def test_tokens(m: int) -> None:
     check(torch.randn(m, 256).to(BF16), random_weight(300, 256, 64, "integer"))
 
 
+@pytest.mark.parametrize("form", ["symmetric", "float"])
+def test_tiles_of_128_tokens(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Whole, cut and gated ones; small weights would take lower tiles."""
+    monkeypatch.setattr(hopper, "LAUNCH_US", {64: 1e9, 128: 0.0})
+    hopper.plan_matmul.cache_clear()
+    try:
+        for m in (65, 200):
+            check(torch.randn(m, 512).to(BF16), random_weight(300, 512, 64, form))
+            check(torch.randn(m, 128).to(BF16), random_weight(260, 128, -1, form), "silu_and_multiply")
+    finally:
+        hopper.plan_matmul.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("n", "k", "group_size"), [(1, 16, 16), (7, 40, -1), (257, 10944, 32), (520, 128, 128), (64, 1000, 128)]
 )
@@ -161,6 +174,14 @@ def test_what_is_left_to_the_portable_kernel() -> None:
         found = hopper.refusal(dtype, operand, target())
         assert found is not None
         assert reason in found
+
+
+def test_tiles_hold_the_tokens() -> None:
+    """Above 64 tokens a weight of few steps takes tiles of 64, whose partials are smaller."""
+    geometry = hopper.pack(random_weight(256, 4096, 128, "symmetric"), False).geometry
+    for m, n, want in ((1, 4096, 8), (9, 4096, 16), (17, 4096, 32), (64, 4096, 64), (128, 4096, 64), (128, 14336, 128)):
+        assert hopper.plan_matmul(m, n, geometry, 132).tile.block_m == want
+    assert hopper.plan_matmul(8192, 4096, geometry, 132).tile.block_m == 128
 
 
 def test_preparation_packs_what_the_call_uses() -> None:

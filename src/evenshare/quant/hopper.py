@@ -29,6 +29,8 @@ STEP, BLOCK, STRIP, PIECES = (
 SHARED_BYTES = (227 << 10) - 2048  # of an SM, less barriers and alignment
 MAX_STAGES = 12
 MIN_STEPS_PER_SHARE = 2  # a partial is 64 columns of W in bytes
+BLOCK_M = (8, 16, 32, 64, 128)  # tokens of a tile
+LAUNCH_US, STEP_US = {64: 11.7, 128: 22.9}, {64: 0.62, 128: 0.66}  # with the partials of cut tiles
 PIECE_BYTES = 16  # what TMA wants addresses and strides to be multiples of
 
 
@@ -136,12 +138,11 @@ class HopperTile:
     num_stages: int
 
 
-def choose_tile(m: int, group_size: int, bits_per_group: int) -> HopperTile:
-    """Few tokens: as few as the tensor cores take, and all of shared memory for the weight. Many: what the registers hold."""
-    block_m = next((size for size in (8, 16, 32, 64) if m <= size), 128)
+def make_tile(block_m: int, weight: Geometry) -> HopperTile:
+    """Few tokens leave registers for more rows of W. All of shared memory holds steps."""
     strips = 4 if block_m <= 16 else 2
-    scale_bytes = max(STEP // group_size, 1) * strips * STRIP * bits_per_group // 8
-    stage_bytes = strips * STRIP * STEP // 2 + block_m * STEP * 2 + scale_bytes
+    scale_bits = max(STEP // weight.group_size, 1) * strips * STRIP * (weight.scale_bits + weight.zero_bits)
+    stage_bytes = strips * STRIP * STEP // 2 + block_m * STEP * 2 + scale_bits // 8
     return HopperTile(block_m, strips, min(SHARED_BYTES // stage_bytes, MAX_STAGES))
 
 
@@ -153,12 +154,27 @@ class HopperPlan:
 
 @lru_cache(maxsize=4096)
 def plan_matmul(m: int, n: int, weight: Geometry, num_sms: int) -> HopperPlan:
-    """Tile and shares of m tokens by n rows of W, a pure function."""
+    """Tile and shares of m tokens by n rows of W, a pure function. As few tokens a tile as hold m; of more than 64 those that are
+    done first, because the partials of 128 cost as much as many steps."""
+    sizes = [next((size for size in BLOCK_M if m <= size), BLOCK_M[-1])]
+    if m > BLOCK_M[-2]:
+        sizes.append(BLOCK_M[-2])
+    plans = [_plan_tile(make_tile(size, weight), m, n, weight, num_sms) for size in sizes]
+    return min(plans, key=_microseconds) if len(plans) > 1 else plans[0]
+
+
+def _plan_tile(tile: HopperTile, m: int, n: int, weight: Geometry, num_sms: int) -> HopperPlan:
     num_steps = weight.num_blocks * BLOCK // STEP
-    tile = choose_tile(m, weight.group_size, weight.scale_bits + weight.zero_bits)
     num_tiles = -(-m // tile.block_m) * -(-n // (tile.strips * STRIP))
     num_workers = max(num_tiles, num_tiles * num_steps // MIN_STEPS_PER_SHARE)
     return HopperPlan(tile, uniform_plan(num_tiles, num_steps, min(num_workers, num_sms)))
+
+
+def _microseconds(plan: HopperPlan) -> float:
+    """By the times of four weights with 64 and 128 tokens on an H200."""
+    shares = plan.shares
+    steps = shares.num_tiles * shares.iters_per_tile / shares.num_workers
+    return LAUNCH_US[plan.tile.block_m] + STEP_US[plan.tile.block_m] * steps
 
 
 def matmul(

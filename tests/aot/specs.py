@@ -144,7 +144,7 @@ def gemm_specs() -> Iterator[Spec]:
             unaligned,
             num_warps,
             tensor_cores=dtype != "fp32",
-            known_spills=AROUND_CALLS if dtype == "fp32" else 0,
+            known_spills=AROUND_CALLS,
         )
 
 

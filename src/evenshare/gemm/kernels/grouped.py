@@ -57,7 +57,7 @@ def grouped_matmul(a_ptr, b_ptr, bias_ptr, out_ptr, offsets_ptr, gather_ptr, sca
         columns = tile_columns(tile_n, n, BLOCK_N, GATED)
         group = group.to(tl.int64)
         acc = accumulate(a_ptr, b_ptr + group * stride_b_g, rows, is_row, columns, columns_b, k, begin, end,
-                         stride_a_m, stride_a_k, stride_b_k, stride_b_n, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)  # fmt: skip
+                         stride_a_m, stride_a_k, stride_b_k, stride_b_n, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, "ieee")  # fmt: skip
         complete = end - begin == iters_per_tile
         if not complete:
             inner = tile_rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]

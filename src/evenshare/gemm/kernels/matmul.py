@@ -24,7 +24,7 @@ def _tile_coordinates(tile, tiles_m, tiles_n):
 @triton.jit
 def accumulate(a_ptr, b_ptr, rows, is_row, columns, n, k, begin, end, stride_a_m, stride_a_k, stride_b_k, stride_b_n,
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-               PRECISION: tl.constexpr = "ieee"):  # fmt: skip
+               PRECISION: tl.constexpr):  # fmt: skip
     """The k-steps [begin, end) of one tile: fp32 [BLOCK_M, BLOCK_N]. Rows of a that are none are not read."""
     inner = tl.arange(0, BLOCK_K)
     at = (begin * BLOCK_K + inner).to(tl.int64)

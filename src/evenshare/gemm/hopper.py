@@ -105,9 +105,10 @@ def refusal(a: torch.Tensor, b: torch.Tensor, target: Target) -> str | None:
     return None
 
 
-def fills(m: int, n: int, target: Target) -> bool:
-    """Whether out [m, n] has a tile for every SM."""
-    return count_tiles(TILES[-1], m, n, False) >= target.num_sms
+def takes(a: torch.Tensor, b: torch.Tensor, target: Target) -> bool:
+    """Whether the products of a batch, a [batch, m, k] and b [batch, k, n], come here, one by one: where each fills the GPU."""
+    fills = count_tiles(TILES[-1], a.shape[1], b.shape[2], False) >= target.num_sms
+    return (a.shape[0] == 1 or fills) and refusal(a[0], b[0], target) is None
 
 
 def _major(t: torch.Tensor) -> int | None:

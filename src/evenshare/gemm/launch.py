@@ -28,14 +28,12 @@ def matmul(
 ) -> None:
     """out [batch, m, n_out] = activation(alpha a [batch, m, k] b [batch, k, n] + bias) + beta residual. Any strides; of the sizes
     only k may be 0.
-
-    Products of a batch that fill the GPU one by one go so to the Hopper kernel, the others all together to the portable one.
     """
     (batch, m, k), n, n_out = a.shape, b.shape[2], out.shape[2]
     if target.capability == HOPPER:
         from evenshare.gemm import hopper
 
-        if hopper.refusal(a[0], b[0], target) is None and (batch == 1 or hopper.fills(m, n, target)):
+        if hopper.takes(a, b, target):
             for i in range(batch):
                 residual = None if epilogue.residual is None else epilogue.residual[i]
                 hopper.matmul(a[i], b[i], epilogue._replace(residual=residual), out[i], target)

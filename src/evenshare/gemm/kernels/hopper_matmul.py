@@ -193,7 +193,7 @@ def _sum_partials(offsets, partials_ptr, first, last, first_slot, SIZE: gl.const
 def _merge(offsets, partials_ptr, first, last, first_slot, CONSUMERS: gl.constexpr, number: gl.constexpr):
     """The sum of all partials of a tile, in its order, 64 columns after another: loads want registers beside the sum's."""
     SIZE: gl.constexpr = offsets.shape[0] * offsets.shape[1]
-    AT_ONCE: gl.constexpr = 2 if offsets.shape[1] == 4 * PANEL else 4
+    AT_ONCE: gl.constexpr = 2 if offsets.shape[1] == 4 * PANEL else 4  # 32 registers each, beside the tile's 32 to 128
     parts = _parts(offsets)
     sums = ()
     for part in gl.static_range(offsets.shape[1] // PANEL):

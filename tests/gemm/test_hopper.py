@@ -100,7 +100,7 @@ def test_layouts_and_tiles(monkeypatch: pytest.MonkeyPatch, tile: hopper.HopperT
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATES])
 def test_epilogues(monkeypatch: pytest.MonkeyPatch, activation: str | None) -> None:
     n_out = 100 if activation in GATES else 200
-    for tile, b_dim, by_tma in ((LARGEST, 0, True), (hopper.TILES[1], 1, False)):
+    for tile, b_dim, by_tma in ((LARGEST, 0, True), (hopper.TILES[1], 1, False), (hopper.TILES[-1], 0, True)):
         use(monkeypatch, tile)
         a, b = operand(140, 130, 1), operand(130, 200, b_dim)
         check(a, b, by_tma, activation=activation)

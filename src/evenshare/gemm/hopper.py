@@ -135,6 +135,7 @@ def matmul(
     a, b = a if a_k_major else a.t(), b.t() if b_k_major else b
     # TMA writes whole pieces: of a row that ends within one, it would write past the end.
     by_tma = out.element_size() == 2 and _major(out) == 1 and n * out.element_size() % PIECE_BYTES == 0
+    by_tma = by_tma and plan.tile.block_n >= (2 * PANEL if gated else PANEL)  # rows of a box are as wide as the swizzle
     launch = _bind(
         hopper_matmul.matmul,
         plan,

@@ -17,40 +17,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from evenshare.device.gluon import barrier, halves
-from evenshare.device.segments import (
-    first_contributor,
-    next_segment,
-    partial_slot,
-    share_begin,
-    slot_of_contributor,
+from evenshare.device.gluon import halves
+from evenshare.device.segments import next_segment, partial_slot, share_begin
+from evenshare.gemm.kernels.hopper_tile import (
+    arrive,
+    coordinates,
+    merge,
+    next_stage,
+    parts_of_64,
+    stage_before,
+    store_columns,
 )
 
 PANEL = gl.constexpr(64)  # 16-bit numbers of the widest swizzle, 128 bytes; and the k of a step
-# Row tiles that neighbouring workers take before the next column tile: they share the rows' and the columns' loads through L2.
-GROUP_M = gl.constexpr(8)
-
-
-@gluon.jit
-def _coordinates(tile, tiles_m, tiles_n):
-    width = GROUP_M * tiles_n
-    first_m = tile // width * GROUP_M
-    group_m = gl.minimum(tiles_m - first_m, GROUP_M)
-    within = tile % width
-    return first_m + within % group_m, within // group_m
-
-
-@gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    stage += 1
-    phase = gl.where(stage == STAGES, phase ^ 1, phase)
-    return gl.where(stage == STAGES, 0, stage), phase
-
-
-@gluon.jit
-def _before(stage, STAGES: gl.constexpr):
-    """The stage before. Not carried through the loop: of two values that begin it equal, Triton takes one to stay as it was."""
-    return gl.where(stage == 0, STAGES, stage) - 1
 
 
 @gluon.jit
@@ -92,7 +71,7 @@ def _produce(a, b, n, worker, num_workers, tiles_m, tiles_n, iters_per_tile, num
         current, begin, end, _s, tile, position = next_segment(
             tile, position, share_end, iters_per_tile, num_whole, num_workers
         )
-        tile_m, tile_n = _coordinates(current, tiles_m, tiles_n)
+        tile_m, tile_n = coordinates(current, tiles_m, tiles_n)
         for step in range(begin, end):
             mbarrier.wait(empty.index(stage), phase)
             bar = full.index(stage)
@@ -104,109 +83,7 @@ def _produce(a, b, n, worker, num_workers, tiles_m, tiles_n, iters_per_tile, num
                 _load(b, n + tile_n * HALF, step, bar, b_panels, stage, B_K_MAJOR, HALF, HALF, BLOCK_N)
             else:
                 _load(b, tile_n * BLOCK_N, step, bar, b_panels, stage, B_K_MAJOR, BLOCK_N, 0, BLOCK_N)
-            stage, phase = _next(stage, phase, STAGES)
-
-
-@gluon.jit
-def _parts(x):
-    """x [rows, 64, 128 or 256] -> a tuple of [rows, 64]: what an epilogue handles at a time without running out of registers."""
-    if x.shape[1] == PANEL:
-        parts = (x,)
-    else:
-        left, right = halves(x)
-        if x.shape[1] == 2 * PANEL:
-            parts = (left, right)
-        else:
-            a, b = halves(left)
-            c, d = halves(right)
-            parts = (a, b, c, d)
-    return parts
-
-
-@gluon.jit
-def _add_bias(x, bias_ptr, at, first, n):
-    if bias_ptr is not None:
-        x += gl.load(bias_ptr + first + at, mask=at < n, other=0.0).to(gl.float32).expand_dims(0)
-    return x
-
-
-@gluon.jit
-def _store(out, out_ptr, bias_ptr, residual_ptr, out_buf, acc, alpha, beta, row, tile_n, m, n, stride_out_m, stride_out_n,
-           stride_residual_m, stride_residual_n, ACTIVATION: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
-    """As `device.epilogue.store_tile`, 64 columns at a time."""
-    COLUMNS: gl.constexpr = acc.shape[1] // 2 if GATED else acc.shape[1]
-    if GATED:
-        gate, up = halves(acc)
-        parts = _parts(gate)
-        ups = _parts(up)
-    else:
-        parts = _parts(acc)
-        ups = parts
-    if out is not None:
-        tma.store_wait(0)  # the tile before has left the buffer
-        barrier()
-    layout: gl.constexpr = parts[0].type.layout
-    for part in gl.static_range(COLUMNS // PANEL):
-        at = tile_n * COLUMNS + part * PANEL + gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout))
-        y = ACTIVATION(_add_bias(parts[part] * alpha, bias_ptr, at, 0, n))
-        if GATED:
-            y *= _add_bias(ups[part] * alpha, bias_ptr, at, n, n)
-        rows = row + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, layout))
-        mask = (rows < m).expand_dims(1) & (at < n).expand_dims(0)
-        rows = rows.to(gl.int64).expand_dims(1)
-        columns = at.to(gl.int64).expand_dims(0)
-        if residual_ptr is not None:
-            offsets = rows * stride_residual_m + columns * stride_residual_n
-            y += beta * gl.load(residual_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
-        if out is not None:
-            out_buf.slice(part * PANEL, PANEL, 1).store(y.to(out.dtype))
-        else:
-            gl.store(out_ptr + rows * stride_out_m + columns * stride_out_n, y.to(out_ptr.dtype.element_ty), mask=mask)
-    if out is not None:
-        fence_async_shared()
-        barrier()
-        tma.async_copy_shared_to_global(out, [row, tile_n * COLUMNS], out_buf)
-
-
-@gluon.jit
-def _joined(left, right):
-    """As columns beside each other: no register moves."""
-    return gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [left.shape[0], 2 * left.shape[1]])
-
-
-@gluon.jit
-def _sum_partials(offsets, partials_ptr, first, last, first_slot, SIZE: gl.constexpr,
-                  CONSUMERS: gl.constexpr, number: gl.constexpr, AT_ONCE: gl.constexpr):  # fmt: skip
-    """AT_ONCE partials are under way together: one takes as long to arrive as several steps to be multiplied."""
-    acc = gl.zeros_like(offsets).to(gl.float32)
-    for begin in range(first, last + 1, AT_ONCE):
-        partials = ()
-        for i in gl.static_range(AT_ONCE):
-            slot = slot_of_contributor(begin + i, first, first_slot).to(gl.int64) * CONSUMERS + number
-            partials = partials + (gl.load(partials_ptr + slot * SIZE + offsets, mask=begin + i <= last, other=0.0),)
-        for i in gl.static_range(AT_ONCE):
-            acc += partials[i]
-    return acc
-
-
-@gluon.jit
-def _merge(offsets, partials_ptr, first, last, first_slot, CONSUMERS: gl.constexpr, number: gl.constexpr):
-    """The sum of all partials of a tile, in its order, 64 columns after another: loads want registers beside the sum's."""
-    SIZE: gl.constexpr = offsets.shape[0] * offsets.shape[1]
-    AT_ONCE: gl.constexpr = 2 if offsets.shape[1] == 4 * PANEL else 4  # 32 registers each, beside the tile's 32 to 128
-    parts = _parts(offsets)
-    sums = ()
-    for part in gl.static_range(offsets.shape[1] // PANEL):
-        one = _sum_partials(parts[part], partials_ptr, first, last, first_slot, SIZE,
-                            CONSUMERS, number, AT_ONCE)  # fmt: skip
-        sums = sums + (one,)
-    if offsets.shape[1] == PANEL:
-        merged = sums[0]
-    elif offsets.shape[1] == 2 * PANEL:
-        merged = _joined(sums[0], sums[1])
-    else:
-        merged = _joined(_joined(sums[0], sums[1]), _joined(sums[2], sums[3]))
-    return gl.convert_layout(merged, offsets.type.layout, assert_trivial=True)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -220,6 +97,9 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partial
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
+    COLUMNS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    SLOT: gl.constexpr = BLOCK_M * BLOCK_N
+    AT_ONCE: gl.constexpr = 2 if BLOCK_N == 256 else 4
     offsets = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)).expand_dims(1) * BLOCK_N
     offsets += gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)).expand_dims(0)
     stage = 0
@@ -232,7 +112,7 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partial
         current, begin, end, split_tile, tile, position = next_segment(
             tile, position, share_end, iters_per_tile, num_whole, num_workers
         )
-        tile_m, tile_n = _coordinates(current, tiles_m, tiles_n)
+        tile_m, tile_n = coordinates(current, tiles_m, tiles_n)
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
         for step in range(begin, end):
             mbarrier.wait(full.index(stage), phase)
@@ -247,36 +127,33 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partial
             token = warpgroup_mma(left, right, acc, use_acc=step > begin, is_async=True)
             acc = warpgroup_mma_wait(1, (token,))
             if step > begin:
-                mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1)
-            stage, phase = _next(stage, phase, STAGES)
+                mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)
+            stage, phase = next_stage(stage, phase, STAGES)
         acc = warpgroup_mma_wait(0, (acc,))
         if begin < end:
-            mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1)
+            mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)
         complete = end - begin == iters_per_tile
         if not complete:
             tile_begin = split_tile * iters_per_tile
-            slot = (worker * 2 + (own_begin < tile_begin).to(gl.int32)).to(gl.int64) * CONSUMERS + number
-            gl.store(partials_ptr + slot * (ROWS * BLOCK_N) + offsets, acc)
-            first = first_contributor(tile_begin, tail, num_workers).to(gl.int32)
-            last = first_contributor(tile_begin + iters_per_tile - 1, tail, num_workers).to(gl.int32)
+            slot = (worker * 2 + (own_begin < tile_begin).to(gl.int32)).to(gl.int64)
+            own_partials_ptr = partials_ptr + number * ROWS * BLOCK_N  # of this consumer's rows
+            gl.store(own_partials_ptr + slot * SLOT + offsets, acc)
             counter_ptr = counters_ptr + split_tile * CONSUMERS + number
-            barrier()
-            complete = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == last - first
+            complete, first, last = arrive(counter_ptr, tile_begin, iters_per_tile, tail, num_workers)
             if complete:
-                gl.store(counter_ptr, 0)
-                acc = _merge(
-                    offsets,
-                    partials_ptr,
-                    first,
-                    last,
-                    partial_slot(first, tile_begin, tail, num_workers),
-                    CONSUMERS,
-                    number,
-                )
+                first_slot = partial_slot(first, tile_begin, tail, num_workers)
+                acc = merge(offsets, own_partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
         if complete:
+            if GATED:
+                gate, up = halves(acc)
+                parts = parts_of_64(gate)
+                ups = parts_of_64(up)
+            else:
+                parts = parts_of_64(acc)
+                ups = parts
             row = tile_m * BLOCK_M + number * ROWS
-            _store(out, out_ptr, bias_ptr, residual_ptr, out_bufs.index(number), acc, alpha, beta, row, tile_n, m, n, stride_out_m, stride_out_n,
-                   stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
+            store_columns(out, out_ptr, bias_ptr, residual_ptr, out_bufs.index(number), parts, ups, alpha, beta, row, tile_n * COLUMNS, m, n,
+                          stride_out_m, stride_out_n, stride_residual_m, stride_residual_n, ACTIVATION, GATED, COLUMNS)  # fmt: skip
     if out is not None:
         tma.store_wait(0)
 

@@ -1,0 +1,140 @@
+"""What the Hopper products do alike: the walk over tiles and the ring, the merge of a tile's partials, what follows the sum."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from evenshare.device.gluon import barrier, halves
+from evenshare.device.segments import first_contributor, slot_of_contributor
+
+COLUMNS_AT_ONCE = gl.constexpr(64)  # of a tile in what follows the sum: 128 bytes of 16-bit numbers, the widest swizzle
+# Row tiles that neighbouring workers take before the next column tile: they share the rows' and the columns' loads through L2.
+GROUP_M = gl.constexpr(8)
+
+
+@gluon.jit
+def coordinates(tile, tiles_m, tiles_n):
+    width = GROUP_M * tiles_n
+    first_m = tile // width * GROUP_M
+    group_m = gl.minimum(tiles_m - first_m, GROUP_M)
+    within = tile % width
+    return first_m + within % group_m, within // group_m
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    phase = gl.where(stage == STAGES, phase ^ 1, phase)
+    return gl.where(stage == STAGES, 0, stage), phase
+
+
+@gluon.jit
+def stage_before(stage, STAGES: gl.constexpr):
+    """The stage before. Not carried through the loop: of two values that begin it equal, Triton takes one to stay as it was."""
+    return gl.where(stage == 0, STAGES, stage) - 1
+
+
+@gluon.jit
+def parts_of_64(x):
+    """x [rows, up to 256] -> a tuple of [rows, 64 or fewer]: what an epilogue handles at a time without running out of registers."""
+    if x.shape[1] <= COLUMNS_AT_ONCE:
+        parts = (x,)
+    else:
+        left, right = halves(x)
+        if x.shape[1] == 2 * COLUMNS_AT_ONCE:
+            parts = (left, right)
+        else:
+            a, b = halves(left)
+            c, d = halves(right)
+            parts = (a, b, c, d)
+    return parts
+
+
+@gluon.jit
+def _add_bias(x, bias_ptr, at, first, n):
+    if bias_ptr is not None:
+        x += gl.load(bias_ptr + first + at, mask=at < n, other=0.0).to(gl.float32).expand_dims(0)
+    return x
+
+
+@gluon.jit
+def store_columns(out, out_ptr, bias_ptr, residual_ptr, out_buf, parts, ups, alpha, beta, row, column, m, n, stride_out_m, stride_out_n,
+                  stride_residual_m, stride_residual_n, ACTIVATION: gl.constexpr, GATED: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+    """As `device.epilogue.store_tile`, for the COLUMNS columns of out from `column` on, in parts of 64 or fewer; ups: if GATED, those that
+    they are multiplied by."""
+    if out is not None:
+        tma.store_wait(0)  # the tile before has left the buffer
+        barrier()
+    layout: gl.constexpr = parts[0].type.layout
+    WIDTH: gl.constexpr = parts[0].shape[1]
+    for part in gl.static_range(COLUMNS // WIDTH):
+        at = column + part * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+        y = ACTIVATION(_add_bias(parts[part] * alpha, bias_ptr, at, 0, n))
+        if GATED:
+            y *= _add_bias(ups[part] * alpha, bias_ptr, at, n, n)
+        rows = row + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, layout))
+        mask = (rows < m).expand_dims(1) & (at < n).expand_dims(0)
+        rows = rows.to(gl.int64).expand_dims(1)
+        columns = at.to(gl.int64).expand_dims(0)
+        if residual_ptr is not None:
+            offsets = rows * stride_residual_m + columns * stride_residual_n
+            y += beta * gl.load(residual_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
+        if out is not None:
+            out_buf.slice(part * WIDTH, WIDTH, 1).store(y.to(out.dtype))
+        else:
+            gl.store(out_ptr + rows * stride_out_m + columns * stride_out_n, y.to(out_ptr.dtype.element_ty), mask=mask)
+    if out is not None:
+        fence_async_shared()
+        barrier()
+        tma.async_copy_shared_to_global(out, [row, column], out_buf)
+
+
+@gluon.jit
+def arrive(counter_ptr, tile_begin, iters_per_tile, tail, num_workers):
+    """A contributor has stored its partial of the tile of the tail's iterations from tile_begin on: (whether it is the last one to do
+    so, the tile's first contributor, the last)."""
+    first = first_contributor(tile_begin, tail, num_workers).to(gl.int32)
+    last = first_contributor(tile_begin + iters_per_tile - 1, tail, num_workers).to(gl.int32)
+    barrier()
+    is_last = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == last - first
+    if is_last:
+        gl.store(counter_ptr, 0)
+    return is_last, first, last
+
+
+@gluon.jit
+def _joined(left, right):
+    """As columns beside each other: no register moves."""
+    return gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [left.shape[0], 2 * left.shape[1]])
+
+
+@gluon.jit
+def _sum_partials(offsets, partials_ptr, first, last, first_slot, SLOT: gl.constexpr, AT_ONCE: gl.constexpr):
+    """AT_ONCE partials are under way together: one takes as long to arrive as several steps to be multiplied."""
+    acc = gl.zeros_like(offsets).to(gl.float32)
+    for begin in range(first, last + 1, AT_ONCE):
+        partials = ()
+        for i in gl.static_range(AT_ONCE):
+            slot = slot_of_contributor(begin + i, first, first_slot).to(gl.int64)
+            partials = partials + (gl.load(partials_ptr + slot * SLOT + offsets, mask=begin + i <= last, other=0.0),)
+        for i in gl.static_range(AT_ONCE):
+            acc += partials[i]
+    return acc
+
+
+@gluon.jit
+def merge(offsets, partials_ptr, first, last, first_slot, SLOT: gl.constexpr, AT_ONCE: gl.constexpr):
+    """The sum of all partials of a tile, of SLOT numbers each, in its order, 64 columns after another: loads want registers beside the
+    sum's, 32 for each of AT_ONCE if a part has 64 rows and columns."""
+    parts = parts_of_64(offsets)
+    if offsets.shape[1] <= COLUMNS_AT_ONCE:
+        merged = _sum_partials(parts[0], partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
+    else:
+        a = _sum_partials(parts[0], partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
+        b = _sum_partials(parts[1], partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
+        merged = _joined(a, b)
+        if offsets.shape[1] == 4 * COLUMNS_AT_ONCE:
+            c = _sum_partials(parts[2], partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
+            d = _sum_partials(parts[3], partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
+            merged = _joined(merged, _joined(c, d))
+    return gl.convert_layout(merged, offsets.type.layout, assert_trivial=True)

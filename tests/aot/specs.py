@@ -17,7 +17,7 @@ from evenshare.device import epilogue
 from evenshare.gemm.kernels import grouped as grouped_matmul
 from evenshare.gemm.kernels import hopper_matmul, matmul
 from evenshare.ops.kernels import append
-from evenshare.quant.kernels import dequantize, grouped, hopper_w4a16, w4a16
+from evenshare.quant.kernels import dequantize, dequantize_weight, grouped, hopper_w4a16, w4a16
 from evenshare.schedule.kernels import parts, shares
 
 if __package__:
@@ -319,6 +319,37 @@ def grouped_specs() -> Iterator[Spec]:
             num_warps=num_warps,
             tensor_cores=True,
             known_spills=known_spills,
+        )
+
+
+def dequantize_specs() -> Iterator[Spec]:
+    """Weights written out for products of many tokens."""
+    # dtype, bits, group (None: one), form, columns a program
+    cases = [
+        ("bf16", 4, 128, "symmetric", 4096),
+        ("fp16", 4, 16, "zeros", 4096),
+        ("bf16", 4, 32, "offsets", 2048),
+        ("bf16", 4, 64, "nf4", 4096),
+        ("fp16", 4, 32, "e2m1", 512),
+        ("bf16", 8, 32, "symmetric", 4096),
+        ("fp32", 4, None, "symmetric", 4096),
+    ]
+    forms = {"symmetric": dequantize.SYMMETRIC, "zeros": dequantize.INTEGER_ZEROS, "offsets": dequantize.FLOAT_OFFSETS,
+             "e2m1": dequantize.E2M1, "nf4": dequantize.NF4}  # fmt: skip
+    for dtype, bits, group, form, block_k in cases:
+        scale = "fp16" if dtype == "fp16" else "bf16"
+        types = (
+            pointers("u8", "codes") | pointers(scale, "scales", "zeros") | pointers(dtype, "out") | {"factor": "fp32"}
+        )
+        if form == "zeros":
+            types |= pointers("u8", "zeros")
+        yield Spec(
+            f"dequantize w{bits} {dtype} g{group or 'k'} {form} {block_k}",
+            dequantize_weight.dequantize_weight,
+            {"BITS": bits, "GROUP_SIZE": group or 1 << 30, "FORM": forms[form].value, "BLOCK_K": block_k},
+            types,
+            ("stride_codes_k", "stride_scales_g", "stride_zeros_g"),
+            num_warps=max(block_k // 1024, 1),
         )
 
 
@@ -663,6 +694,7 @@ def all_specs() -> list[Spec]:
         *w4a16_specs(),
         *grouped_specs(),
         *hopper_w4a16_specs(),
+        *dequantize_specs(),
         *grouped_matmul_specs(),
         *hopper_matmul_specs(),
         *attention_specs(),

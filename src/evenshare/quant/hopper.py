@@ -67,7 +67,7 @@ def refusal(dtype: torch.dtype, weight: QuantizedWeight, target: Target) -> str 
     return None
 
 
-def _for_tma(x: torch.Tensor) -> torch.Tensor:
+def for_tma(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy of it, whose rows lie as TMA wants them."""
     piece = PIECE_BYTES // x.element_size()
     if x.stride(1) == 1 and x.stride(0) % piece == 0 and x.data_ptr() % PIECE_BYTES == 0:
@@ -190,7 +190,7 @@ def matmul(
     packed = pack(weight, is_gated(activation))
     if weight.permutation is not None:
         x = weight.gather(x)
-    x = _for_tma(x)
+    x = for_tma(x)
     m, n_out = out.shape
     plan = plan_matmul(m, weight.n, packed.geometry, target.num_sms)
     strides = (x.stride(0), *out.stride(), *((0, 0) if residual is None else residual.stride()))

@@ -35,7 +35,11 @@ def _hopper(dtype: torch.dtype, weight: QuantizedWeight, target: Target) -> Modu
 def pack(
     weight: QuantizedWeight, num_experts: int | None, dtype: torch.dtype, activation: str | None, target: Target
 ) -> None:
-    """Packs for the kernel that will take the weight, or for num_experts of them."""
+    """Packs for the kernels that will take the weight, or for num_experts of them."""
+    if num_experts is None and target.capability == HOPPER:
+        from evenshare.quant import dense
+
+        dense.pack(weight, dtype)
     if num_experts is None and (hopper := _hopper(dtype, weight, target)) is not None:
         hopper.pack(weight, is_gated(activation))
     else:
@@ -52,6 +56,12 @@ def matmul(
     target: Target,
 ) -> None:
     """out [m, n_out] = activation(x [m, k] Wᵀ + bias) + residual; m and n at least 1, any strides."""
+    if target.capability == HOPPER:
+        from evenshare.quant import dense
+
+        if dense.takes(x, weight, target):
+            dense.matmul(x, weight, bias, activation, residual, out, target)
+            return
     if (hopper := _hopper(x.dtype, weight, target)) is not None:
         hopper.matmul(x, weight, bias, activation, residual, out, target)
         return

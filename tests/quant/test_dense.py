@@ -1,0 +1,178 @@
+"""The product of many tokens: weights dequantised a slab at a time, then the GEMM; on every form against float64."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from typing import Any
+
+import pytest
+import torch
+
+from evenshare.device.target import Target, select_target
+from evenshare.gemm.kernels import hopper_matmul
+from evenshare.quant import QuantizedWeight, dense, launch
+from evenshare.quant.reference import matmul as reference_matmul
+from tests.emulator import Emulated
+from tests.quant.helpers import FORMS, ZERO_FORMS, assert_product, random_permutation, random_weight
+
+HALVES = (torch.float16, torch.float32)  # the interpreter has no bfloat16
+
+
+def product(x: torch.Tensor, weight: QuantizedWeight, activation: str | None = None, **options: Any) -> torch.Tensor:
+    n_out = weight.n // 2 if (activation or "").endswith("multiply") else weight.n
+    wide = torch.full((x.shape[0] + 2, n_out + 3), torch.nan, dtype=x.dtype, device=x.device)
+    out = wide[1:-1, 1:-2]
+    target = select_target(x.device, "triton")
+    dense.matmul(x, weight, options.get("bias"), activation, options.get("residual"), out, target)
+    assert int((~wide.isnan()).sum()) == out.numel(), "written outside"
+    return out
+
+
+@pytest.mark.parametrize(("bits", "form"), [(4, form) for form in FORMS] + [(8, form) for form in ZERO_FORMS])
+@pytest.mark.parametrize("group_size", [16, 64, 256, -1])
+def test_dequantised_rows_are_those_of_the_weight(device: torch.device, group_size: int, bits: int, form: str) -> None:
+    """Bit for bit (an offset is added with one rounding or two): of each block a slab, k that is no multiple of anything."""
+    for k in (328, 45, 4500):
+        weight = random_weight(12, k, group_size, form, bits, device=device)
+        for dtype in HALVES:
+            got = dense.dequantize(weight, 2, 1, 4, dtype)
+            want = weight.dequantize(dtype).view(2, 6, k)[:, 1:5].reshape(8, k)
+            assert got.stride(0) * got.element_size() % 16 == 0
+            if form == "offsets":
+                torch.testing.assert_close(got, want, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+            else:
+                assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("contiguous", [0, 1])
+def test_codes_and_scales_of_any_strides(device: torch.device, contiguous: int) -> None:
+    plain = random_weight(9, 96, 32, "zeros", device=device)
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        return t.t().contiguous().t() if contiguous == 0 else torch.cat((t, t), 1)[:, : t.shape[1]]
+
+    assert plain.zeros is not None
+    weight = QuantizedWeight(moved(plain.codes), moved(plain.scales), 96, 32, zeros=moved(plain.zeros))
+    assert torch.equal(dense.dequantize(weight, 1, 0, 9, torch.float32), plain.dequantize())
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "silu_and_multiply"])
+def test_slabs_and_epilogues(device: torch.device, monkeypatch: pytest.MonkeyPatch, activation: str | None) -> None:
+    """The last slab is smaller; every slab has its part of bias, gate, up and residual."""
+    monkeypatch.setattr(dense, "SLAB_BYTES", 8 << 10)
+    monkeypatch.setattr(dense, "SLAB_ROWS", 16)
+    weight = random_weight(76, 96, 32, "zeros", device=device)
+    x, bias = torch.randn(5, 192, device=device)[:, ::2], torch.randn(152, device=device)[::2]
+    blocks = 2 if activation == "silu_and_multiply" else 1
+    assert dense.slab_rows(76 // blocks, blocks, 96, 4) < 76 // blocks
+    residual = torch.randn(76 // blocks, 5, device=device).t()
+    want = reference_matmul(x, weight, bias, activation)
+    for added in (None, residual):
+        got = product(x, weight, activation, bias=bias, residual=added).double()
+        torch.testing.assert_close(got, want if added is None else want + added, rtol=1e-5, atol=1e-4)
+
+
+def test_permuted_columns(device: torch.device) -> None:
+    weight = random_weight(20, 100, 16, "offsets", device=device, permutation=random_permutation(100, 28))
+    x = torch.randn(7, 100, device=device)
+    assert_product(product(x, weight), x, weight)
+
+
+def test_float16_holds_weights_of_any_scale(device: torch.device) -> None:
+    """A power of two is taken out of the weight: neither do large scales overflow nor small ones lose bits."""
+    plain = random_weight(16, 64, 16, "offsets", dtype=torch.float32, device=device)
+    assert plain.offsets is not None
+    for exponent in (-40, 30):
+        scale = 2.0**exponent
+        weight = QuantizedWeight(plain.codes, plain.scales * scale, 64, 16, offsets=plain.offsets * scale)
+        x = torch.randn(4, 64, device=device).half()
+        residual = torch.zeros(4, 16, dtype=torch.float32, device=device)
+        out = torch.empty(4, 16, dtype=torch.float32, device=device)
+        dense.matmul(x, weight, None, None, residual, out, select_target(device, "triton"))
+        want = reference_matmul(x, weight)
+        assert float((out.double() - want).abs().max()) <= 2e-3 * float(want.abs().max())
+        assert dense.pack(weight, torch.bfloat16) == 1.0
+    assert (
+        2**14 / 2
+        <= float(dense.dequantize(weight, 1, 0, 16, torch.float32, dense.pack(weight, torch.float16)).max())
+        < 2**15
+    )
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan")])
+def test_a_weight_without_a_magnitude_is_left_as_it_is(scale: float) -> None:
+    weight = random_weight(4, 32, 16)
+    assert dense.pack(QuantizedWeight(weight.codes, torch.full_like(weight.scales, scale), 32, 16), torch.float16) == 1
+    assert dense.pack(weight.narrow(0, 0), torch.float16) == 1
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (14336, 4096), (28672, 8192), (1024, 2048)])
+def test_pays_from_some_number_of_tokens_on(n: int, k: int) -> None:
+    paying = [m for m in range(1, 4096) if dense.pays(m, n, k)]
+    assert paying == list(range(paying[0], 4096))
+    assert 600 < paying[0] < (900 if n * k >= 1 << 24 else 4096)
+    assert not dense.pays(paying[0], n // 16, k // 16)
+    assert min(m for m in range(1, 4096) if dense.pays(m, n, k, bits=8)) > paying[0]
+
+
+def test_slabs_are_bounded_and_nearly_equal() -> None:
+    for n, blocks, k, itemsize in itertools.product(
+        (1, 300, 4096, 14336, 128256), (1, 2, 16), (64, 4096, 28672), (2, 4)
+    ):
+        rows = dense.slab_rows(n, blocks, k, itemsize)
+        assert 1 <= rows <= n
+        slab = blocks * rows * k * itemsize
+        assert slab <= dense.SLAB_BYTES or rows == min(n, dense.SLAB_ROWS)
+        assert rows == n or rows % dense.SLAB_ROWS == 0
+    assert dense.slab_rows(28672, 1, 8192, 2) == 14336
+    assert dense.slab_rows(14336, 1, 4096, 2) == 14336
+
+
+@pytest.mark.parametrize("activation", [None, "silu_and_multiply"])
+def test_many_tokens_go_to_the_hopper_gemm(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, activation: str | None
+) -> None:
+    """`launch.matmul` as on a Hopper GPU, its GEMM emulated, in two slabs: x without aligned rows, a bias, a residual in place."""
+    monkeypatch.setattr(hopper_matmul, "matmul", Emulated(hopper_matmul.matmul))
+    monkeypatch.setattr(Emulated, "seeds", itertools.count(zlib.crc32(request.node.name.encode())))
+    monkeypatch.setattr(dense, "pays", lambda m, n, k, bits: m > 64)
+    monkeypatch.setattr(dense, "SLAB_BYTES", 80 << 10)
+    monkeypatch.setattr(dense, "SLAB_ROWS", 64)
+    target = Target("triton", torch.device("cpu"), 3, (9, 0), False)
+    weight = random_weight(304, 136, 32, "zeros")
+    launch.pack(weight, None, torch.float16, activation, target)
+    packed = dict(weight.packed)
+    x, bias = torch.randn(70, 139).half()[:, 3:], torch.randn(304)
+    n_out = 152 if activation else 304
+    out = torch.randn(70, n_out).half()
+    residual = out.clone()
+    launch.matmul(x, weight, bias, activation, out, out, target)
+    want = reference_matmul(x, weight, bias, activation) + residual
+    rounding = torch.finfo(torch.float16).eps
+    assert float((out.double() - want).abs().max()) <= 4 * rounding * float(want.abs().max())
+    assert weight.packed == packed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu(form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through `launch`, in slabs, and once more in a CUDA graph."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    monkeypatch.setattr(dense, "SLAB_BYTES", 4 << 20)
+    weight = random_weight(2304, 1024, 128, form, dtype=dtype, device="cuda")
+    x = torch.randn(2048, 1024, device="cuda").to(dtype) / 16
+    target = select_target("cuda")
+    out = torch.full((2048, 2304), torch.nan, dtype=dtype, device="cuda")
+    launch.pack(weight, None, dtype, None, target)
+    dense.matmul(x, weight, None, None, None, out, target)
+    assert_product(out, x, weight)
+    first = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dense.matmul(x, weight, None, None, None, out, target)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, first)

@@ -345,8 +345,13 @@ def dequantize_specs() -> Iterator[Spec]:
             types |= pointers("u8", "zeros")
         yield Spec(
             f"dequantize w{bits} {dtype} g{group or 'k'} {form} {block_k}",
+        constants = {"BITS": bits, "GROUP_SIZE": group or 1 << 30, "FORM": forms[form].value, "BLOCK_K": block_k}
+        if form == "symmetric":
+            types |= pointers("i32", "offsets")  # of experts
+        else:
+            constants["offsets_ptr"] = None
             dequantize_weight.dequantize_weight,
-            {"BITS": bits, "GROUP_SIZE": group or 1 << 30, "FORM": forms[form].value, "BLOCK_K": block_k},
+            constants,
             types,
             ("stride_codes_k", "stride_scales_g", "stride_zeros_g"),
             num_warps=max(block_k // 1024, 1),

@@ -11,7 +11,7 @@ import torch
 
 from evenshare.device.target import Target, select_target
 from evenshare.gemm.kernels import hopper_matmul
-from evenshare.quant import QuantizedWeight, dense, launch
+from evenshare.quant import ExpertWeights, QuantizedWeight, concatenate, dense, launch
 from evenshare.quant.reference import matmul as reference_matmul
 from tests.emulator import Emulated
 from tests.quant.helpers import FORMS, ZERO_FORMS, assert_product, random_permutation, random_weight
@@ -130,13 +130,67 @@ def test_slabs_are_bounded_and_nearly_equal() -> None:
 
 
 @pytest.mark.parametrize("activation", [None, "silu_and_multiply"])
+@pytest.mark.parametrize("experts_at_once", [1, 2, 8])
+def test_experts(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, experts_at_once: int, activation: str | None
+) -> None:
+    """Empty experts at both ends and between, and rows that are nobody's."""
+    monkeypatch.setattr(dense, "SLAB_BYTES", experts_at_once * 40 * 100 * 4)
+    rows = [0, 18, 3, 0, 0, 9, 0]
+    parts = [random_weight(40, 100, 32, "zeros", device=device) for _ in rows]
+    weights = ExpertWeights(concatenate(parts), len(rows))
+    x, bias = torch.randn(40, 200, device=device)[:, ::2], torch.randn(40, len(rows), device=device).t()
+    n_out = 20 if activation else 40
+    out = torch.full((n_out, 40), torch.nan, device=device).t()
+    bounds = [4, *itertools.accumulate(rows, initial=4)][1:]
+    offsets = torch.tensor([bounds, bounds], dtype=torch.int32, device=device).t()[:, 0]
+    dense.grouped_matmul(x, weights, offsets, bias, activation, out, select_target(device, "triton"))
+    want = torch.zeros(40, n_out, dtype=torch.float64, device=device)
+    for (begin, end), part, bias_of in zip(itertools.pairwise(bounds), parts, bias, strict=True):
+        want[begin:end] = reference_matmul(x[begin:end], part, bias_of, activation)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-4)
+
+
+def test_experts_that_share_a_permutation(device: torch.device) -> None:
+    weight = random_weight(40, 100, 16, "offsets", device=device, permutation=random_permutation(100, 28))
+    x, out = torch.randn(7, 100, device=device), torch.empty(7, 20, device=device)
+    offsets = torch.tensor([0, 2, 7], dtype=torch.int32, device=device)
+    dense.grouped_matmul(x, ExpertWeights(weight, 2), offsets, None, None, out, select_target(device, "triton"))
+    want = torch.cat([reference_matmul(x[:2], weight.narrow(0, 20)), reference_matmul(x[2:], weight.narrow(20, 40))])
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-4)
+
+
+def test_experts_pay_by_their_mean_of_tokens() -> None:
+    assert not dense.pays(4096 * 2, 28672, 4096, num_experts=16)
+    assert dense.pays(4096 * 2, 28672, 4096, num_experts=8)
+    assert not dense.pays(4096 * 8, 4096, 7168, num_experts=256)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_experts_with_many_tokens_on_hopper(monkeypatch: pytest.MonkeyPatch, many: bool) -> None:
+    """`launch.grouped_matmul` asks `pays`, for 16-bit x alone."""
+    monkeypatch.setattr(
+        dense, "pays", lambda m, n, k, bits, num_experts: (m, n, k, num_experts) == (9, 20, 64, 2) and many
+    )
+    taken: list[torch.dtype] = []
+    monkeypatch.setattr(dense, "grouped_matmul", lambda x, *_: taken.append(x.dtype))
+    weights = ExpertWeights(random_weight(40, 64, 16), 2)
+    offsets = torch.tensor([0, 2, 9], dtype=torch.int32)
+    for dtype in (torch.float16, torch.float32):
+        out = torch.empty(9, 20, dtype=dtype)
+        target = Target("triton", torch.device("cpu"), 3, (9, 0), False)
+        launch.grouped_matmul(torch.randn(9, 64).to(dtype), weights, offsets, None, None, out, target)
+    assert taken == [torch.float16] * many
+
+
+@pytest.mark.parametrize("activation", [None, "silu_and_multiply"])
 def test_many_tokens_go_to_the_hopper_gemm(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, activation: str | None
 ) -> None:
     """`launch.matmul` as on a Hopper GPU, its GEMM emulated, in two slabs: x without aligned rows, a bias, a residual in place."""
     monkeypatch.setattr(hopper_matmul, "matmul", Emulated(hopper_matmul.matmul))
     monkeypatch.setattr(Emulated, "seeds", itertools.count(zlib.crc32(request.node.name.encode())))
-    monkeypatch.setattr(dense, "pays", lambda m, n, k, bits: m > 64)
+    monkeypatch.setattr(dense, "pays", lambda m, *_: m > 64)
     monkeypatch.setattr(dense, "SLAB_BYTES", 80 << 10)
     monkeypatch.setattr(dense, "SLAB_ROWS", 64)
     target = Target("triton", torch.device("cpu"), 3, (9, 0), False)

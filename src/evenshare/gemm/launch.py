@@ -92,8 +92,10 @@ def grouped_matmul(
     out: torch.Tensor,
     target: Target,
 ) -> None:
-    """out[scatter[i]] = activation(x[gather[i]] w[g] + bias[g]), m rows i of all groups g; m and n at least 1, any strides."""
-    (num_groups, k, n), (num_out_rows, n_out) = w.shape, out.shape
+    """out[scatter[i]] = activation(x[gather[i]] w[g] + bias[g]), m rows i of all groups g; m and n at least 1, any strides.
+
+    w and bias may be those of the groups from first_group on alone: then rows of other groups stay as they are."""
+    (num_here, k, n), (num_out_rows, n_out), num_groups = w.shape, out.shape, offsets.shape[0] - 1
     aligned = loads_vectors(x) and w.stride(0) % 16 == 0 and loads_vectors(w[0] if n == n_out else w[0][:, :n_out])
     tile, num_workers = plan_grouped(m, num_groups, n, k, x.element_size(), target.num_sms, aligned, target.interpreted)
     workspace = stream_workspace(2 * num_workers * tile.block_m * tile.block_n, 2 * num_workers, x.device)
@@ -123,10 +125,13 @@ def grouped_matmul(
             plans.MIN_STEPS_PER_SHARE,
             ACTIVATION=get_activation(activation),
             GATED=is_gated(activation),
-            GROUPS=triton.next_power_of_2(num_groups),
+            GROUPS=triton.next_power_of_2(num_here),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
             NUM_STAGES=tile.num_stages,
             num_warps=tile.num_warps,
         )
+    first_group: int = 0,
+            first_group,
+            num_here,

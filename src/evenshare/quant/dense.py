@@ -1,4 +1,4 @@
-"""The product of many tokens: W becomes 16-bit numbers once, in a workspace of bounded size, and the GEMM does the rest.
+"""The products of many tokens: W becomes 16-bit numbers once, in a workspace of bounded size, and the GEMM does the rest.
 
 A fused kernel unpacks every weight again for each tile of tokens and keeps the tensor cores waiting for it; a dequantised weight is
 written and read once. Its numbers are rounded to the dtype of x, a relative error of 2^-9 in bfloat16 and 2^-12 in float16, where
@@ -17,6 +17,7 @@ from evenshare.device.target import HOPPER, Target
 from evenshare.gemm import launch as gemm
 from evenshare.gemm.epilogue import Epilogue
 from evenshare.quant.encodings import CODEBOOKS, INTEGER
+from evenshare.quant.experts import ExpertWeights
 from evenshare.quant.hopper import PIECE_BYTES, for_tma
 from evenshare.quant.kernels.dequantize import FLOAT_OFFSETS, INTEGER_ZEROS
 from evenshare.quant.kernels.dequantize_weight import dequantize_weight
@@ -32,15 +33,18 @@ MAX_BLOCK_K, COLUMNS_PER_WARP = 4096, 1024  # 16 bytes of 4-bit codes a thread
 FLOAT16_EXPONENT = 15  # weights stay below 2^15, half of what float16 holds
 
 
-def pays(m: int, n: int, k: int, bits: int = 4) -> bool:
-    """Whether m tokens save more arithmetic than it costs to write W [n, k] out: from some 700 on, more of a small W."""
+def pays(m: int, n: int, k: int, bits: int = 4, num_experts: int = 1) -> bool:
+    """Whether m tokens save more arithmetic than it costs to write out W [n, k] of every expert: from some 700 tokens for each
+    on, and more where W is small."""
     saved = 2 * m * n * k * (1 / FUSED_FLOP_S - 1 / GEMM_FLOP_S)
-    return saved > n * k * (bits / 8 + 2) / BYTES_S + LAUNCHES_S
+    return saved > num_experts * n * k * (bits / 8 + 2) / BYTES_S + LAUNCHES_S
 
 
-def takes(x: torch.Tensor, weight: QuantizedWeight, target: Target) -> bool:
-    """Whether x [m, k] Wᵀ is computed here: where the GEMM for Hopper, whose speed `pays` knows, follows."""
-    return target.capability == HOPPER and x.element_size() == 2 and pays(x.shape[0], weight.n, weight.k, weight.bits)
+def takes(x: torch.Tensor, weight: QuantizedWeight, target: Target, num_experts: int = 1) -> bool:
+    """Whether x [m, k] Wᵀ is computed here: where the GEMM for Hopper, whose speed `pays` knows, follows. weight: all experts'."""
+    if target.capability != HOPPER or x.element_size() != 2:
+        return False
+    return pays(x.shape[0], weight.n // num_experts, weight.k, weight.bits, num_experts)
 
 
 def pack(weight: QuantizedWeight, dtype: torch.dtype) -> float:
@@ -81,10 +85,17 @@ def slab_rows(n: int, blocks: int, k: int, itemsize: int) -> int:
 
 
 def dequantize(
-    weight: QuantizedWeight, blocks: int, first: int, rows: int, dtype: torch.dtype, factor: float = 1.0
+    weight: QuantizedWeight,
+    blocks: int,
+    first: int,
+    rows: int,
+    dtype: torch.dtype,
+    factor: float = 1.0,
+    offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """factor W, stored columns in their order: of each of `blocks` equal blocks of rows those from `first` to `first + rows`.
 
+    offsets: int32 [blocks + 1]; block i is left without values where offsets[i + 1] is not above offsets[i].
     Returns [blocks * rows, stored_k], each row at a multiple of 16 bytes. CUDA graphs may capture it."""
     k = weight.stored_k
     out = weight.codes.new_empty(blocks * rows, k + -k % (PIECE_BYTES // dtype.itemsize), dtype=dtype)[:, :k]
@@ -101,6 +112,7 @@ def dequantize(
             weight.scales,
             zeros,
             out,
+            offsets,
             rows,
             first,
             weight.n // blocks,
@@ -145,3 +157,26 @@ def matmul(
             alpha=1 / factor,
         )
         gemm.matmul(x[None], w.t()[None], epilogue, out[None, :, columns], target)
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    out: torch.Tensor,
+    target: Target,
+) -> None:
+    """As `launch.grouped_matmul`. A few experts one after another, of which those without tokens cost next to nothing. In float16
+    every weight has to be within its range."""
+    x = weights.weight.gather(x)
+    n, offsets = weights.n, offsets.contiguous()
+    num_here = max(SLAB_BYTES // (n * weights.weight.stored_k * x.element_size()), 1)
+    for first in range(0, weights.num_experts, num_here):
+        end = min(first + num_here, weights.num_experts)
+        part = weights.weight.narrow(first * n, end * n)
+        w = dequantize(part, end - first, 0, n, x.dtype, offsets=offsets[first : end + 1])
+        bias_here = None if bias is None else bias[first:end]
+        w = w.unflatten(0, (-1, n)).mT
+        gemm.grouped_matmul(x, w, offsets, bias_here, activation, None, None, x.shape[0], out, target, first)

@@ -131,6 +131,12 @@ def grouped_matmul(
     target: Target,
 ) -> None:
     """out [m, n_out], rows offsets[e] to offsets[e + 1] by the weight of expert e; m and n at least 1, any strides."""
+    if target.capability == HOPPER:
+        from evenshare.quant import dense
+
+        if dense.takes(x, weights.weight, target, weights.num_experts):
+            dense.grouped_matmul(x, weights, offsets, bias, activation, out, target)
+            return
     m, n_out = out.shape
     packed = packing.pack(weights.weight, weights.num_experts)
     permutation = packed.permutation

@@ -22,22 +22,25 @@ def _rows_of(index_ptr, rows, row_end, num_rows):
 
 
 @triton.jit(
-    do_not_specialize=["m", "num_rows", "num_out_rows", "num_groups", "max_workers", "iters_per_tile", "min_steps"]
-)
+    do_not_specialize=["m", "num_rows", "num_out_rows", "num_groups", "first_group", "num_here", "max_workers", "iters_per_tile",
+                       "min_steps"]
+)  # fmt: skip
 def grouped_matmul(a_ptr, b_ptr, bias_ptr, out_ptr, offsets_ptr, gather_ptr, scatter_ptr, partials_ptr, counters_ptr,
                    m, n, k, num_rows, num_out_rows, stride_a_m, stride_a_k, stride_b_g, stride_b_k, stride_b_n,
-                   stride_bias_g, stride_bias_n, stride_out_m, stride_out_n, num_groups, max_workers, iters_per_tile, min_steps,
+                   stride_bias_g, stride_bias_n, stride_out_m, stride_out_n, num_groups, first_group, num_here,
+                   max_workers, iters_per_tile, min_steps,
                    ACTIVATION: tl.constexpr, GATED: tl.constexpr, GROUPS: tl.constexpr,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr):  # fmt: skip
-    """a [num_rows, k], b [num_groups, k, columns], bias [num_groups, columns], out [num_out_rows, n]. m: rows that offsets deal out, of
-    gather and scatter as well. A share has at least min_steps k-steps."""
+    """a [num_rows, k], b [num_here, k, columns], bias [num_here, columns], out [num_out_rows, n]: the groups from first_group on of
+    num_groups. m: rows that offsets deal out, of gather and scatter as well. A share has at least min_steps k-steps."""
     program = tl.program_id(0)
     tile_rows = tl.arange(0, BLOCK_M)
     columns_b = 2 * n if GATED else n
     tiles_n = tl.cdiv(columns_b, BLOCK_N)
-    ends = tile_ends(offsets_ptr, num_groups, m, BLOCK_M, GROUPS)
     if scatter_ptr is None:
         store_zeros(out_ptr, offsets_ptr, num_groups, m, n, stride_out_m, stride_out_n, program, max_workers, BLOCK_N)
+    offsets_ptr += first_group
+    ends = tile_ends(offsets_ptr, num_here, m, BLOCK_M, GROUPS)
 
     num_tiles = tl.max(ends, 0) * tiles_n
     num_workers, num_whole = deal(num_tiles, iters_per_tile, min_steps, max_workers)

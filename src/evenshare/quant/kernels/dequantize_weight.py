@@ -8,17 +8,21 @@ from evenshare.quant.kernels.dequantize import FLOAT_OFFSETS, INTEGER_ZEROS, deq
 
 
 @triton.jit(do_not_specialize=["rows", "first", "block_rows", "factor"])
-def dequantize_weight(codes_ptr, scales_ptr, zeros_ptr, out_ptr, rows, first, block_rows, k, row_bytes, factor,
+def dequantize_weight(codes_ptr, scales_ptr, zeros_ptr, out_ptr, offsets_ptr, rows, first, block_rows, k, row_bytes, factor,
                       stride_codes_n, stride_codes_k, stride_scales_n, stride_scales_g, stride_zeros_n, stride_zeros_g, stride_out_n,
                       BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, FORM: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """out [blocks * rows, k] = factor W, of each block of `block_rows` rows of W the `rows` rows from `first` on.
 
     codes [n, row_bytes], scales and zeros [n, groups]. A program, (row, block of columns, block of rows), has BLOCK_K columns of one
-    row. GROUP_SIZE may exceed k: one group.
+    row. GROUP_SIZE may exceed k: one group. offsets: None, or of each block, and past it, of the tokens that are its: a block without
+    any is left out.
     """
     GROUPS: tl.constexpr = BLOCK_K // GROUP_SIZE if BLOCK_K > GROUP_SIZE else 1
     COLUMNS: tl.constexpr = BLOCK_K // GROUPS
     BYTES: tl.constexpr = COLUMNS * BITS // 8
+    if offsets_ptr is not None:
+        if tl.load(offsets_ptr + tl.program_id(2)) >= tl.load(offsets_ptr + tl.program_id(2) + 1):
+            return
     row = tl.program_id(0)
     block = tl.program_id(1)
     source = tl.program_id(2).to(tl.int64) * block_rows + first + row

@@ -343,13 +343,13 @@ def dequantize_specs() -> Iterator[Spec]:
         )
         if form == "zeros":
             types |= pointers("u8", "zeros")
-        yield Spec(
-            f"dequantize w{bits} {dtype} g{group or 'k'} {form} {block_k}",
         constants = {"BITS": bits, "GROUP_SIZE": group or 1 << 30, "FORM": forms[form].value, "BLOCK_K": block_k}
         if form == "symmetric":
             types |= pointers("i32", "offsets")  # of experts
         else:
             constants["offsets_ptr"] = None
+        yield Spec(
+            f"dequantize w{bits} {dtype} g{group or 'k'} {form} {block_k}",
             dequantize_weight.dequantize_weight,
             constants,
             types,

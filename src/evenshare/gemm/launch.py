@@ -91,6 +91,7 @@ def grouped_matmul(
     m: int,
     out: torch.Tensor,
     target: Target,
+    first_group: int = 0,
 ) -> None:
     """out[scatter[i]] = activation(x[gather[i]] w[g] + bias[g]), m rows i of all groups g; m and n at least 1, any strides.
 
@@ -120,6 +121,8 @@ def grouped_matmul(
             *((0, 0) if bias is None else bias.stride()),
             *out.stride(),
             num_groups,
+            first_group,
+            num_here,
             num_workers,
             max(1, -(-k // tile.block_k)),
             plans.MIN_STEPS_PER_SHARE,
@@ -132,6 +135,3 @@ def grouped_matmul(
             NUM_STAGES=tile.num_stages,
             num_warps=tile.num_warps,
         )
-    first_group: int = 0,
-            first_group,
-            num_here,

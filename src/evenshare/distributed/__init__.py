@@ -8,8 +8,10 @@ __getattr__, __all__ = attach(
         "ContextPlan": "context",
         "PageRanges": "placement",
         "PeerError": "ranks",
+        "RingPlan": "ring",
         "RoundRobin": "placement",
         "deal_pages": "placement",
         "plan_context_attention": "context",
+        "plan_ring_attention": "ring",
     },
 )

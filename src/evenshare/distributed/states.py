@@ -63,7 +63,7 @@ def combine(states: States, ranks: Ranks, output: str) -> tuple[torch.Tensor, to
     n, num_heads, dim = states.shape
     dtype, size = states.o.dtype, ranks.size
     if size == 1:
-        return states.o, states.lse
+        return states.o.contiguous(), states.lse.contiguous()
     if output == "all" and states.rows.numel() * size <= ONE_STEP_BYTES:
         found = ranks.gather(states.rows, "attention states").view(size, *states.rows.shape)
         return _merge(found[:, : n * num_heads].view(size, n, num_heads, -1), dim, dtype)

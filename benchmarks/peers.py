@@ -18,6 +18,8 @@ PEERS = {
     "flex": None,
     "flashinfer": "flashinfer",
     "torch-int4": None,
+    "torch-grouped": None,
+    "torch-loop": None,
     "humming": "humming",
     "gemlite": "gemlite",
 }
@@ -135,6 +137,29 @@ def w4a16(
         layer.transform()
         layer.prepare_default_kernel_configs()
         return lambda: layer(x)
+    return None
+
+
+def grouped(name: str, x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, bounds: list[int]) -> Call | None:
+    """y [m, n]: the rows from bounds[e] to bounds[e + 1] are those of x times weights[e]ᵀ. weights: [num_experts, n, k]. offsets:
+    `bounds`, from 0 to m, in int32 on the device."""
+    if name == "torch-grouped":
+        ends = offsets[1:].contiguous()
+        return lambda: torch._grouped_mm(x, weights.mT, offs=ends)
+    if name == "torch-loop":
+        out = x.new_empty(x.shape[0], weights.shape[1])
+        parts = [
+            (x[begin:end], weight.T, out[begin:end])
+            for weight, begin, end in zip(weights, bounds, bounds[1:], strict=False)
+            if begin < end
+        ]
+
+        def run() -> torch.Tensor:
+            for rows, weight, into in parts:
+                torch.mm(rows, weight, out=into)
+            return out
+
+        return run
     return None
 
 

@@ -1,4 +1,4 @@
-"""Specs of the operators around attention: norms, gated activations, rotary embedding."""
+"""Specs of the operators around attention: norms, gated activations, rotary embedding, sampling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from evenshare.device import epilogue
-from evenshare.ops.kernels import activation, norm, rope
+from evenshare.ops.kernels import activation, norm, rope, sampling
 
 
 def ops_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, str]]) -> Iterator[Any]:
@@ -63,3 +63,49 @@ def ops_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, str]])
             counts_of_heads = ("num_q_heads", "num_k_heads", "num_cached")
             form = f"{'table' if has_cache else 'angles'} {'pairs' if interleave else 'halves'}"
             yield make(f"rope {form}", rope.rope, constants, types, ones, counts_of_heads)
+    yield from sampling_specs(make, pointers)
+
+
+def sampling_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, str]]) -> Iterator[Any]:
+    strides = ("stride_x_dim", "stride_out_dim")
+    numbers = dict.fromkeys(("temperature", "top_p", "min_p"), "fp32")
+    none = dict.fromkeys(("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "indices_ptr", "valid_ptr"))
+    rows = {
+        **pointers("fp32", "top_p", "min_p", "temperature"), **pointers("i32", "top_k", "indices"), **pointers("i1", "valid"),
+    }  # fmt: skip
+    for dtype, settings in (("fp32", none), ("bf16", rows)):
+        constants = {"BLOCK": 4096, "temperature_ptr": None}
+        types = pointers(dtype, "x") | pointers("fp32", "out") | {"temperature": "fp32"}
+        yield make(f"softmax {dtype}", sampling.softmax, constants, types, strides, num_warps=16)
+        for has_k, has_p, logits in (
+            (True, False, False),
+            (False, True, False),
+            (True, True, False),
+            (True, False, True),
+        ):
+            flags = {"HAS_TOP_K": has_k, "HAS_TOP_P": has_p, "LOGITS": logits, "PIVOTS": 8, "BLOCK": 2048}
+            form = f"{dtype} {'logits' if logits else 'probs'}{' k' * has_k}{' p' * has_p}"
+            given = {name: value for name, value in settings.items() if name in ("top_k_ptr", "top_p_ptr")}
+            constants, types = (flags | given, {}) if settings is none else (flags, given)
+            types |= pointers(dtype, "x", "out") | {"top_p": "fp32"}
+            yield make(f"keep {form}", sampling.keep, constants, types, strides, num_warps=16)
+        filters = [(k, p, m, False) for k in (False, True) for p in (False, True) for m in (False, True)]
+        for has_k, has_p, has_min, first in (*filters, (True, True, True, True)):
+            for logits in (False, True):
+                flags = {
+                    "HAS_TOP_K": has_k,
+                    "HAS_TOP_P": has_p,
+                    "HAS_MIN_P": has_min,
+                    "TOP_K_FIRST": first,
+                    "LOGITS": logits,
+                }
+                flags |= {"PIVOTS": 8, "BLOCK": 2048 if first else 4096}
+                form = f"{'logits' if logits else 'probs'}{' k' * has_k}{' p' * has_p}{' min' * has_min}{' k first' * first}"
+                constants, types = (flags | settings, {}) if settings is none else (flags, dict(settings))
+                types |= pointers(dtype, "x") | pointers("i32", "out") | pointers("i64", "seed", "offset") | numbers
+                yield make(f"sample {dtype} {form}", sampling.sample, constants, types, ("stride_x_dim",), num_warps=16)
+        constants = {"BLOCK_DRAFT": 8, "BLOCK": 4096}
+        types = pointers(dtype, "draft", "target") | pointers("i64", "seed", "offset")
+        types |= pointers("i32", "ids", "out", "accepted", "emitted")
+        ones = ("stride_draft_dim", "stride_ids_token", "stride_target_dim")
+        yield make(f"verify_chain {dtype}", sampling.verify_chain, constants, types, ones, num_warps=16)

@@ -12,6 +12,12 @@ __getattr__, __all__ = attach(
         "apply_rope": "rope",
         "apply_rope_with_cos_sin_cache": "rope",
         "layer_norm": "norm",
+        "mask_logits": "sampling",
+        "renormalize_probs": "sampling",
         "rms_norm": "norm",
+        "sample_from_logits": "sampling",
+        "sample_from_probs": "sampling",
+        "softmax": "sampling",
+        "speculative_sample": "sampling",
     },
 )

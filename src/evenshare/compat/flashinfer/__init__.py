@@ -76,6 +76,7 @@ _NAMES = {
         "min_p_sampling_from_probs",
         "sampling_from_logits",
         "sampling_from_probs",
+        "softmax",
         "top_k_mask_logits",
         "top_k_renorm_probs",
         "top_k_sampling_from_probs",

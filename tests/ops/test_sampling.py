@@ -1,0 +1,225 @@
+"""Sampling: which tokens are drawn and how often, by float64 and by sorting; rows that cannot be drawn from; strides and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from evenshare.ops import (
+    mask_logits,
+    renormalize_probs,
+    sample_from_logits,
+    sample_from_probs,
+    softmax,
+    speculative_sample,
+)
+from tests.ops.helpers import assert_rounded_once, dtypes_of
+
+Place = tuple[torch.device, str]
+
+
+def keeps(
+    probs: torch.Tensor, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0, top_k_first: bool = False
+) -> torch.Tensor:
+    """What filters keep of one row, token by token as they are defined."""
+    row = probs.double().cpu()
+    kept = row > 0
+    if top_k is not None:
+        kept &= torch.tensor([int((row > value).sum()) < top_k for value in row])
+    whole = row.where(kept, 0) if top_k_first else row
+    if top_p < 1:
+        limit = top_p * float(whole.sum())
+        kept &= torch.tensor([float(whole[row > value].sum()) < limit or bool(value == row.max()) for value in row])
+    return kept & (row >= min_p * row.max())
+
+
+def distinct_rows(rows: int, width: int) -> torch.Tensor:
+    """Probabilities of which no two sums are near a limit of the tests."""
+    return torch.softmax(torch.randn(rows, width) * 2, -1)
+
+
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 1000},
+    {"top_p": 0.0},
+    {"top_p": 1e-9},
+    {"top_p": 0.6},
+    {"top_p": 1.0},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 9, "top_p": 0.5},
+    {"top_k": 9, "top_p": 0.5, "filter_order": "top_k_first"},
+    {"top_k": 20, "top_p": 0.95, "min_p": 0.03, "filter_order": "top_k_first"},
+]
+
+
+def chi_square(tokens: torch.Tensor, probs: torch.Tensor) -> tuple[float, float]:
+    """(statistic, a bound that it exceeds once in a hundred thousand tests)."""
+    probs = probs.double().cpu() / probs.double().sum().cpu()
+    counts = torch.bincount(tokens.long().cpu(), minlength=len(probs)).double()
+    assert (counts[probs == 0] == 0).all(), "drew what has no probability"
+    counts, expected = counts[probs > 0], probs[probs > 0] * len(tokens)
+    small = expected < 5
+    if small.any():  # one class of all that is rare
+        counts = torch.cat([counts[~small], counts[small].sum()[None]])
+        expected = torch.cat([expected[~small], expected[small].sum()[None]])
+    freedom = max(len(counts) - 1, 1)
+    bound = freedom * (1 - 2 / (9 * freedom) + 4.27 * (2 / (9 * freedom)) ** 0.5) ** 3  # Wilson and Hilferty
+    return float(((counts - expected) ** 2 / expected).sum()), bound
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_draws_follow_what_filters_keep(place: Place, filters: dict[str, Any]) -> None:
+    device, backend = place
+    interpreted = (device.type, backend) == ("cpu", "triton")
+    probs = distinct_rows(1, 60)
+    definition = {name: value for name, value in filters.items() if name != "filter_order"}
+    kept = keeps(probs[0], **definition, top_k_first=filters.get("filter_order") == "top_k_first")
+    want = probs[0].where(kept, 0)
+    n = 4 if interpreted else 20000
+    indices = torch.zeros(n, dtype=torch.int32, device=device)
+    for x, draw in ((probs, sample_from_probs), (probs.log(), sample_from_logits)):
+        tokens = draw(x.to(device), indices=indices, seed=3, offset=1, backend=backend, **filters)
+        assert tokens.dtype == torch.int32
+        statistic, bound = chi_square(tokens, want)
+        assert interpreted or statistic < bound
+        assert kept[tokens.long().cpu()].all()
+
+
+def test_every_backend_draws_the_same(place: Place) -> None:
+    device, backend = place
+    probs = distinct_rows(12, 200)
+    settings: dict[str, Any] = {
+        "top_k": torch.tensor([1, 2, 3, 200, 201, 10, 20, 30, 40, 50, 60, 70]),
+        "top_p": torch.linspace(0, 1, 12),
+        "min_p": torch.tensor([0.0, 0.5, 0.01] * 4),
+    }
+    on_device = {name: value.to(device) for name, value in settings.items()}
+    for order in ("joint", "top_k_first"):
+        want = sample_from_probs(probs, seed=5, offset=2**40 + 1, filter_order=order, **settings)
+        state = {"seed": 5, "offset": torch.tensor([2**40 + 1], device=device)}
+        x = probs.to(device)
+        got = sample_from_probs(x, **state, filter_order=order, backend=backend, **on_device)
+        assert torch.equal(got.cpu(), want)
+        got = sample_from_logits(x.log(), **state, filter_order=order, backend=backend, **on_device)
+        assert torch.equal(got.cpu(), want)
+
+
+def test_seed_offset_and_generator(place: Place) -> None:
+    device, backend = place
+    probs = torch.full((16, 1000), 1e-3, device=device)
+
+    def draw(**state: Any) -> list[int]:
+        tokens = sample_from_probs(probs, backend=backend, **state)
+        assert isinstance(tokens, torch.Tensor)
+        return tokens.tolist()
+
+    assert draw(seed=1, offset=2) == draw(seed=1, offset=2) == draw(seed=torch.tensor([1], device=device), offset=2)
+    draws = [
+        draw(seed=1),
+        draw(seed=2),
+        draw(seed=1, offset=1),
+        draw(seed=1 + 2**32),
+        draw(seed=1, offset=2**32),
+        draw(seed=-1),
+    ]
+    assert len({tuple(tokens) for tokens in draws}) == 6
+    assert len(set(draws[0])) > 10  # rows differ
+    first, second = (torch.Generator(device).manual_seed(7) for _ in range(2))
+    assert [draw(generator=first), draw(generator=first)] == [draw(generator=second), draw(generator=second)]
+    assert draw(generator=first) != draw()
+
+
+def test_rows_that_cannot_be_drawn(place: Place) -> None:
+    device, backend = place
+    nan, inf = float("nan"), float("inf")
+    probs = torch.tensor([[0.0, 0.0, 0.0], [0.5, nan, 0.5], [-1.0, 0.0, 1e-40], [0.0, 2.0, 0.0]], device=device)
+    logits = torch.tensor([[-inf, -inf, -inf], [0.0, nan, 0.0], [-inf, -inf, -1e38], [0.0, inf, 0.0]], device=device)
+    for filters in FILTERS:
+        for draw, x in ((sample_from_probs, probs), (sample_from_logits, logits)):
+            tokens, valid = draw(x, seed=0, return_valid=True, backend=backend, **filters)
+            assert tokens.tolist() == [0, 0, 2, 1], filters
+            assert valid.tolist() == [False, False, True, True]
+
+
+def test_ties_are_kept_and_shared(place: Place) -> None:
+    device, backend = place
+    probs = torch.tensor([[0.1, 0.3, 0.3, 0.3, 0.0]], device=device)
+    n = 60 if backend == "cpu" or device.type == "cuda" else 16
+    indices = torch.zeros(n, dtype=torch.int64, device=device)
+    for filters in ({"top_k": 1}, {"top_k": 3}, {"top_p": 0.2}, {"min_p": 1.0}):
+        tokens = sample_from_probs(probs, indices=indices, seed=1, backend=backend, **filters)
+        assert tokens.dtype == torch.int64
+        assert set(tokens.tolist()) == {1, 2, 3}
+    assert_rounded_once(
+        renormalize_probs(probs, top_k=2, backend=backend), torch.tensor([[0, 1, 1, 1, 0]]).double() / 3
+    )
+
+
+@pytest.mark.parametrize("width", [1, 17, 300, 2500])
+def test_renormalize_and_mask(place: Place, width: int) -> None:
+    device, backend = place
+    for dtype in dtypes_of(place):
+        probs = distinct_rows(3, width).to(dtype)
+        for top_k, top_p in ((1, None), (5, None), (width, None), (None, 0.7), (None, 0.0), (None, 1.0), (20, 0.6)):
+            kept = torch.stack([keeps(row, top_k, 1.0 if top_p is None else top_p, 0, True) for row in probs])
+            want = probs.double().where(kept, 0)
+            out = torch.full((width, 3), float("nan"), dtype=dtype, device=device).T
+            got = renormalize_probs(probs.to(device), top_k=top_k, top_p=top_p, out=out, backend=backend)
+            assert got is out
+            assert_rounded_once(got.cpu(), want / want.sum(-1, keepdim=True))
+        for top_k in (1, 4, width):
+            counts = torch.tensor([top_k, 1, width + 3], device=device)
+            logits = (probs.log() - 3).to(dtype)
+            kept = [keeps((row - row.max()).double().exp(), int(k)) for row, k in zip(logits, counts, strict=True)]
+            got = mask_logits(logits.to(device), counts, backend=backend)
+            assert torch.equal(got.cpu(), logits.where(torch.stack(kept), -torch.inf))
+
+
+def test_softmax(place: Place) -> None:
+    device, backend = place
+    for dtype in dtypes_of(place):
+        logits = (torch.randn(4, 300) * 5).to(dtype)
+        logits[0, 1:] = -torch.inf
+        logits[1, 7] = torch.inf
+        temperature = torch.tensor([1.0, 2.0, 0.3, 0.0], device=device)
+        want = torch.softmax(logits.double() / temperature.cpu().double().clamp(min=1e-6)[:, None], -1)
+        want[1] = torch.nn.functional.one_hot(torch.tensor(7), 300)
+        got = softmax(logits.to(device), temperature, backend=backend)
+        assert got.dtype == torch.float32
+        assert_rounded_once(got.cpu(), want, largest=50.0)
+        want = torch.softmax(logits[2:].double() / 0.5, -1)
+        assert_rounded_once(softmax(logits.to(device)[2:], 0.5, backend=backend).cpu(), want, largest=50.0)
+
+
+def test_any_strides_and_blocks(place: Place) -> None:
+    device, backend = place
+    wide = distinct_rows(6, 9001).to(device)
+    for x in (wide[::2, 1::3], wide[:, :5000], wide.T.contiguous().T[1:4], wide[:1].expand(3, 9001)):
+        for filters in ({}, {"top_k": 3}, {"top_p": 0.5}):
+            want = sample_from_probs(x.cpu().contiguous(), seed=9, **filters)
+            assert torch.equal(sample_from_probs(x, seed=9, backend=backend, **filters).cpu(), want)
+        k = torch.tensor([5, 99, 6, 99, 7, 99, 8, 99, 9, 99, 1, 99], device=device)[::2][: x.shape[0]]
+        assert (renormalize_probs(x, top_k=k, backend=backend) > 0).sum(-1).tolist() == k.tolist()
+
+
+def test_empty(place: Place) -> None:
+    device, backend = place
+    nothing = torch.empty(0, 50, device=device)
+    for draw in (sample_from_probs, sample_from_logits):
+        for filters in FILTERS:
+            tokens, valid = draw(nothing, return_valid=True, backend=backend, **filters)
+            assert (tokens.shape, valid.shape) == ((0,), (0,))
+        indices = torch.empty(0, dtype=torch.int32, device=device)
+        assert draw(torch.ones(2, 3, device=device), indices=indices, backend=backend).shape == (0,)
+    assert softmax(nothing, backend=backend).shape == (0, 50)
+    assert renormalize_probs(nothing, top_k=1, backend=backend).shape == (0, 50)
+    ids = torch.empty(0, 2, dtype=torch.int32, device=device)
+    tokens, *_ = speculative_sample(
+        nothing.reshape(0, 2, 25), ids, torch.empty(0, 3, 25, device=device), backend=backend
+    )
+    assert tokens.shape == (0, 3)

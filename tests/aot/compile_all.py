@@ -110,7 +110,7 @@ def compile_spec(spec: Spec, architecture: int) -> Outcome:
         local,
         count_instructions(sass, "LDL", "STL"),
         compiled.metadata.shared,
-        count_instructions(sass, "HGMMA"),
+        count_instructions(sass, "HGMMA", "QGMMA"),
         count_instructions(sass, "HMMA"),
     )
 

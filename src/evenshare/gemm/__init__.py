@@ -2,4 +2,4 @@
 
 from evenshare._lazy import attach
 
-__getattr__, __all__ = attach(__name__, {"grouped_matmul": "grouped", "matmul": "functions"})
+__getattr__, __all__ = attach(__name__, {"grouped_matmul": "grouped", "matmul": "functions", "scaled_matmul": "scaled"})

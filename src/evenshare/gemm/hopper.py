@@ -63,9 +63,11 @@ def plan_matmul(m: int, n: int, k: int, gated: bool, num_sms: int) -> HopperPlan
     return min(timed, key=lambda found: found[1])[0]
 
 
-def plan_tile(tile: HopperTile, m: int, n: int, k: int, gated: bool, num_sms: int) -> tuple[HopperPlan, float]:
-    """(shares of tiles of this kind, when the slowest worker is done, in iterations of the largest tile)."""
-    num_tiles, iters = count_tiles(tile, m, n, gated), -(-k // PANEL)
+def plan_tile(
+    tile: HopperTile, m: int, n: int, k: int, gated: bool, num_sms: int, step: int = PANEL
+) -> tuple[HopperPlan, float]:
+    """(shares of tiles of this kind, when the slowest worker is done, in iterations of the largest tile). step: the k of one."""
+    num_tiles, iters = count_tiles(tile, m, n, gated), -(-k // step)
     area = tile.block_m * tile.block_n / (TILES[0].block_m * TILES[0].block_n)
     unit = area / tile.relative_speed  # of one iteration
     model = CostModel(a=TILE_COST / unit, b=CUT_COST * area**2 / unit, c=1.0, d=MERGE_COST * area**2 / unit)
@@ -100,7 +102,7 @@ def refusal(a: torch.Tensor, b: torch.Tensor, target: Target) -> str | None:
     if a.shape[0] <= FEW_ROWS:
         return f"up to {FEW_ROWS} rows are read faster by the portable kernel's small tiles"
     for name, operand in (("a", a), ("b", b)):
-        if _major(operand) is None:
+        if major(operand) is None:
             return f"{name} has no dimension of stride 1 beside one of whole 16 bytes"
     return None
 
@@ -111,12 +113,18 @@ def takes(a: torch.Tensor, b: torch.Tensor, target: Target) -> bool:
     return (a.shape[0] == 1 or fills) and refusal(a[0], b[0], target) is None
 
 
-def _major(t: torch.Tensor) -> int | None:
+def major(t: torch.Tensor) -> int | None:
     """The dimension that is contiguous, if TMA takes the tensor."""
     piece = PIECE_BYTES // t.element_size()
     if t.data_ptr() % PIECE_BYTES:
         return None
     return next((dim for dim in (1, 0) if t.stride(dim) == 1 and t.stride(1 - dim) % piece == 0), None)
+
+
+def leaves_by_tma(out: torch.Tensor, columns: int) -> bool:
+    """Whether TMA takes out in tiles of so many columns. It writes whole pieces: of a row that ends within one, it would write past
+    the end. Rows of a box are as wide as the swizzle."""
+    return out.element_size() == 2 and columns >= PANEL and major(out) == 1 and out.shape[1] * 2 % PIECE_BYTES == 0
 
 
 def matmul(
@@ -131,11 +139,9 @@ def matmul(
     bias, activation, residual, alpha, beta = epilogue
     (m, n), k, gated = out.shape, a.shape[1], is_gated(activation)
     plan = (planner or plan_matmul)(m, n, k, gated, target.num_sms)
-    a_k_major, b_k_major = _major(a) == 1, _major(b) == 0
+    a_k_major, b_k_major = major(a) == 1, major(b) == 0
     a, b = a if a_k_major else a.t(), b.t() if b_k_major else b
-    # TMA writes whole pieces: of a row that ends within one, it would write past the end.
-    by_tma = out.element_size() == 2 and _major(out) == 1 and n * out.element_size() % PIECE_BYTES == 0
-    by_tma = by_tma and plan.tile.block_n >= (2 * PANEL if gated else PANEL)  # rows of a box are as wide as the swizzle
+    by_tma = leaves_by_tma(out, plan.tile.block_n // 2 if gated else plan.tile.block_n)
     launch = _bind(
         hopper_matmul.matmul,
         plan,

@@ -13,7 +13,9 @@ from evenshare.gemm import plan as plans
 from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.kernels import grouped
 from evenshare.gemm.kernels import matmul as kernels
+from evenshare.gemm.kernels import scaled_matmul as scaled_kernels
 from evenshare.gemm.plan import plan_grouped, plan_matmul
+from evenshare.gemm.scales import Scales
 
 
 def loads_vectors(t: torch.Tensor) -> bool:
@@ -72,6 +74,62 @@ def matmul(
             ACTIVATION=get_activation(activation),
             GATED=is_gated(activation),
             PRECISION=precision,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            NUM_STAGES=tile.num_stages,
+            num_warps=tile.num_warps,
+        )
+
+
+def scaled_matmul(
+    a: torch.Tensor, b: torch.Tensor, scales: Scales, epilogue: Epilogue, out: torch.Tensor, target: Target
+) -> None:
+    """out [m, n_out] = activation((scaled a [m, k]) (scaled b [k, n]) + bias) + residual. Any strides; only k may be 0."""
+    (m, k), n, n_out = a.shape, b.shape[1], out.shape[1]
+    if target.capability == HOPPER:
+        from evenshare.gemm import hopper_scaled
+
+        if hopper_scaled.refusal(a, b, scales, n != n_out, target) is None:
+            hopper_scaled.matmul(a, b, scales, epilogue, out, target)
+            return
+    # Of a gated product each half of b has to begin at a multiple of 16.
+    aligned = loads_vectors(a) and loads_vectors(b if n == n_out else b[:, :n_out])
+    plan = plan_matmul(m, n, k, a.element_size(), target.num_sms, aligned, target.interpreted)
+    tile, shares = plan.tile, plan.shares
+    workspace = stream_workspace(plan.partial_elements, shares.max_counters, a.device)
+    bias, activation, residual, _, _ = epilogue
+    e4m3 = [operand.dtype == torch.float8_e4m3fn for operand in (a, b)]
+    with torch.cuda.device_of(a):
+        scaled_kernels.scaled_matmul[(shares.num_workers,)](
+            a.view(torch.uint8),
+            b.view(torch.uint8),
+            scales.a,
+            scales.b,
+            None if bias is None else bias.contiguous(),
+            residual,
+            out,
+            workspace.partials,
+            workspace.counters,
+            scales.factor * 256.0 ** sum(e4m3),
+            m,
+            n_out,
+            k,
+            *a.stride(),
+            *b.stride(),
+            *scales.strides,
+            *out.stride(),
+            *((0, 0) if residual is None else residual.stride()),
+            shares.num_workers,
+            shares.num_tiles,
+            shares.iters_per_tile,
+            shares.num_whole,
+            A_E4M3=e4m3[0],
+            B_E4M3=e4m3[1],
+            A_BLOCKS=scales.a_blocks,
+            COLUMNS_PER_SCALE=scales.columns_per_scale,
+            ACTIVATION=get_activation(activation),
+            GATED=is_gated(activation),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,

@@ -48,6 +48,13 @@ TF32_TILES = (
     TileConfig(64, 64, 32, 4, 4, 2),
     TileConfig(128, 128, 32, 8, 3, 1),
 )
+# fp8 codes are widened to 16 bits in registers, and their products scaled before they are added: larger tiles would spill.
+FP8_TILES = (
+    TileConfig(16, 64, 128, 4, 4, 2),
+    TileConfig(64, 64, 64, 4, 4, 2),
+    TileConfig(128, 64, 64, 8, 4, 1),
+)
+TILES = {1: FP8_TILES, 2: HALF_TILES, 4: FLOAT32_TILES}  # by the bytes of an operand's element
 # Operands without 16-byte rows are loaded element by element, and a pointer for each takes two registers: 64 wide would spill.
 UNALIGNED_BLOCK_K = 32
 INTERPRETER_TILE = TileConfig(16, 16, 16, 1, 1, 1)  # small, so that short inputs are split
@@ -57,7 +64,7 @@ def choose_tile(
     m: int, n: int, itemsize: int, num_sms: int, aligned: bool = True, tf32: bool = False, batch: int = 1
 ) -> TileConfig:
     """Tile sizes for `batch` times out [m, n]; itemsize: an operand's bytes; aligned: they can be loaded 16 at a time."""
-    few_rows, small, *large = HALF_TILES if itemsize == 2 else TF32_TILES if tf32 else FLOAT32_TILES
+    few_rows, small, *large = TF32_TILES if tf32 else TILES[itemsize]
     tile = few_rows if m <= few_rows.block_m else small
     for candidate in large:
         # The large tile only where it neither leaves an SM without a tile of its own nor pads half of its rows.

@@ -152,8 +152,8 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partial
                 parts = parts_of_64(acc)
                 ups = parts
             row = tile_m * BLOCK_M + number * ROWS
-            store_columns(out, out_ptr, bias_ptr, residual_ptr, out_bufs.index(number), parts, ups, alpha, beta, row, tile_n * COLUMNS, m, n,
-                          stride_out_m, stride_out_n, stride_residual_m, stride_residual_n, ACTIVATION, GATED, COLUMNS)  # fmt: skip
+            store_columns(out, out_ptr, None, 0, None, 0, bias_ptr, residual_ptr, out_bufs.index(number), parts, ups, alpha, beta,
+                          row, tile_n * COLUMNS, m, n, stride_out_m, stride_out_n, stride_residual_m, stride_residual_n, ACTIVATION, GATED, COLUMNS)  # fmt: skip
     if out is not None:
         tma.store_wait(0)
 

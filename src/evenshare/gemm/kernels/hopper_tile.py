@@ -51,38 +51,49 @@ def parts_of_64(x):
 
 
 @gluon.jit
-def _add_bias(x, bias_ptr, at, first, n):
+def _finish(x, row_scale, column_scale_ptr, stride_scale, bias_ptr, at, first, n):
+    """x times the scales of its rows and columns, and their bias."""
+    x *= row_scale
+    if column_scale_ptr is not None:
+        columns = (first + at).to(gl.int64) * stride_scale
+        x *= gl.load(column_scale_ptr + columns, mask=at < n, other=0.0).expand_dims(0)
     if bias_ptr is not None:
         x += gl.load(bias_ptr + first + at, mask=at < n, other=0.0).to(gl.float32).expand_dims(0)
     return x
 
 
 @gluon.jit
-def store_columns(out, out_ptr, bias_ptr, residual_ptr, out_buf, parts, ups, alpha, beta, row, column, m, n, stride_out_m, stride_out_n,
-                  stride_residual_m, stride_residual_n, ACTIVATION: gl.constexpr, GATED: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+def store_columns(out, out_ptr, row_scale_ptr, stride_row_scale, column_scale_ptr, stride_column_scale, bias_ptr, residual_ptr,
+                  out_buf, parts, ups, alpha, beta, row, column, m, n, stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
+                  ACTIVATION: gl.constexpr, GATED: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
     """As `device.epilogue.store_tile`, for the COLUMNS columns of out from `column` on, in parts of 64 or fewer; ups: if GATED, those that
-    they are multiplied by."""
+    they are multiplied by. Scales of the product's rows and columns, and the bias, may be None."""
     if out is not None:
         tma.store_wait(0)  # the tile before has left the buffer
         barrier()
     layout: gl.constexpr = parts[0].type.layout
     WIDTH: gl.constexpr = parts[0].shape[1]
+    rows = row + gl.arange(0, parts[0].shape[0], layout=gl.SliceLayout(1, layout))
+    row_scale = alpha
+    if row_scale_ptr is not None:
+        at = rows.to(gl.int64) * stride_row_scale
+        row_scale = alpha * gl.load(row_scale_ptr + at, mask=rows < m, other=0.0).expand_dims(1)
     for part in gl.static_range(COLUMNS // WIDTH):
         at = column + part * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
-        y = ACTIVATION(_add_bias(parts[part] * alpha, bias_ptr, at, 0, n))
+        y = ACTIVATION(_finish(parts[part], row_scale, column_scale_ptr, stride_column_scale, bias_ptr, at, 0, n))
         if GATED:
-            y *= _add_bias(ups[part] * alpha, bias_ptr, at, n, n)
-        rows = row + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, layout))
+            y *= _finish(ups[part], row_scale, column_scale_ptr, stride_column_scale, bias_ptr, at, n, n)
         mask = (rows < m).expand_dims(1) & (at < n).expand_dims(0)
-        rows = rows.to(gl.int64).expand_dims(1)
+        row_offsets = rows.to(gl.int64).expand_dims(1)
         columns = at.to(gl.int64).expand_dims(0)
         if residual_ptr is not None:
-            offsets = rows * stride_residual_m + columns * stride_residual_n
+            offsets = row_offsets * stride_residual_m + columns * stride_residual_n
             y += beta * gl.load(residual_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
         if out is not None:
             out_buf.slice(part * WIDTH, WIDTH, 1).store(y.to(out.dtype))
         else:
-            gl.store(out_ptr + rows * stride_out_m + columns * stride_out_n, y.to(out_ptr.dtype.element_ty), mask=mask)
+            offsets = row_offsets * stride_out_m + columns * stride_out_n
+            gl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
     if out is not None:
         fence_async_shared()
         barrier()

@@ -12,7 +12,7 @@ GROUP_M = tl.constexpr(8)
 
 
 @triton.jit
-def _tile_coordinates(tile, tiles_m, tiles_n):
+def tile_coordinates(tile, tiles_m, tiles_n):
     group = tile // (GROUP_M * tiles_n)
     first_m = group * GROUP_M
     group_m = tl.minimum(tiles_m - first_m, GROUP_M)
@@ -69,7 +69,7 @@ def matmul(a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters
             tile, position, share_end, iters_per_tile, num_whole, num_workers
         )
         batch = current // (tiles_m * tiles_n)
-        tile_m, tile_n = _tile_coordinates(current - batch * tiles_m * tiles_n, tiles_m, tiles_n)
+        tile_m, tile_n = tile_coordinates(current - batch * tiles_m * tiles_n, tiles_m, tiles_n)
         batch = batch.to(tl.int64)
         rows = tile_m * BLOCK_M + tile_rows
         columns = tile_columns(tile_n, n, BLOCK_N, GATED)

@@ -416,7 +416,8 @@ def attention_specs() -> Iterator[Spec]:
     shared |= dict.fromkeys(("sm_scale", "logits_soft_cap", "lse_scale"), "fp32")
     plain = {"GROUP": 4, "PAGE_SIZE": 16, "DENSE": False, "SAME_STRIDES": True, "CAUSAL": True, "HAS_WINDOW": False,
              "HAS_SOFT_CAP": False, "HAS_LSE": True, "PRECISION": "ieee", "times_ptr": None}  # fmt: skip
-    plain |= {"VARIANT": None, "SINK": None, "BASE_2": True, "SOFTMAX": True, "variant_args": None}
+    plain |= dict.fromkeys(("VARIANT", "SINK", "QUERY", "KEY", "VALUE", "OUTPUT", "variant_args"))
+    plain |= {"BASE_2": True, "SOFTMAX": True}
     scales = ("k_scale", "v_scale")
     # dtype, head dim, (block m, n), warps, stages, known spills, what differs from `plain`
     cases: list[tuple[str, int, tuple[int, int], int, int, int, dict[str, Any]]] = [

@@ -24,7 +24,7 @@ POINTERS = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32", to
 
 
 def compiled() -> dict[str, Variant]:
-    """Integers and floats from tables, an instruction of the GPU, sinks of 16 bits; and every operation at once."""
+    """Integers and floats from tables, an instruction of the GPU, sinks of 16 bits; every operation at once; all transforms."""
     capped, biased = variants.soft_cap(30.0, approximate=True), variants.alibi(torch.rand(32))
 
     def capped_alibi(score: Any, *positions: Any) -> Any:
@@ -35,10 +35,18 @@ def compiled() -> dict[str, Variant]:
             score = score + operation(score, *positions)
         return score
 
+    turn = variants.in_turn(variants.rms_norm(torch.rand(128, dtype=torch.bfloat16)), variants.rope(128))
+    scales = torch.rand(8, 64)
     ids, sinks = torch.zeros(2, 64, dtype=torch.int32), torch.rand(32, dtype=torch.bfloat16)
     return {
         "capped_alibi": Variant(score_mod=capped_alibi, mask_mod=variants.documents(ids), sinks=sinks),
         "operations": Variant(score_mod=operations),
+        "transforms": Variant(
+            query=turn,
+            key=turn,
+            value=lambda x, b, h, kv_idx, d: x * scales[h, kv_idx],
+            output=lambda x, b, h, q_idx, d: x / (x.abs().amax() + x.abs().sum() - x.amin()),
+        ),
     }
 
 

@@ -18,14 +18,26 @@ ARGUMENTS = {
         *("*fp32", "i32", "1", "*fp32", "i32", "i32", "i32", "1", "*fp32", "*i64", "i32", "1", "*i64"),
         *("*fp32", "*fp32", "*fp32", "*fp32", "*fp32", "i32", "1", "*fp32", "i32", "1", "i32", "i32"),
     ),
+    "transforms": ("*bf16", "i32", "1", "*i32", "i32", "1", "*fp32", "i32", "1", "*fp32", "i32", "i32", "i32", "1"),
 }
 # Spec that one is made from, variant, known spills, softmax: for few rows and for many, of 16 bits and of 32.
 CASES = (
     ("bf16 D=128 16x128", "capped_alibi", 40, True),
     ("bf16 D=128 128x64", "capped_alibi", 66, True),
     ("fp32 D=128 16x32", "capped_alibi", 4, False),
-    ("fp32 D=128 16x32", "operations", 60, True),
+    ("fp32 D=128 16x32", "operations", 62, True),
+    ("bf16 D=128 16x128", "transforms", 0, True),
+    ("bf16 D=128 128x64", "transforms", 190, True),
+    ("fp32 D=128 16x32", "transforms", 0, True),
+    ("bf16 D=256 16x64", "transforms", 0, True),
 )
+# Block m, block n, warps, stages of what transforms keys (attention.tiles).
+TILES = {
+    "bf16 D=128 16x128": (16, 32, 8, 2),
+    "bf16 D=128 128x64": (64, 32, 8, 2),
+    "fp32 D=128 16x32": (16, 16, 8, 2),
+    "bf16 D=256 16x64": (16, 16, 8, 2),
+}
 
 
 def source_of(variant: str) -> Path:
@@ -48,10 +60,16 @@ def variant_specs(attention: Iterator[Any]) -> Iterator[Any]:
         spec, module = plain[name], load(variant)
         constants = {name: value for name, value in spec.constants.items() if name != "variant_args"}
         constants |= {"VARIANT": module.modify, "SINK": getattr(module, "sink", None) if softmax else None}
+        constants |= {name.upper(): getattr(module, name, None) for name in ("query", "key", "value", "output")}
         constants |= {"BASE_2": False, "SOFTMAX": softmax, "HAS_LSE": softmax}
+        num_warps = spec.num_warps
+        if constants["KEY"] is not None:
+            *blocks, num_warps, stages = TILES[name]
+            constants |= {"BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "NUM_STAGES": stages}
         yield replace(
             spec,
             name=f"{spec.name} variant {variant}",
+            num_warps=num_warps,
             constants=constants,
             types=spec.types | {"variant_args": ARGUMENTS[variant]},
             known_spills=known_spills,

@@ -12,7 +12,7 @@ import torch
 from evenshare.attention.executors import Capacity
 from evenshare.attention.metadata import dense_batch
 from evenshare.attention.plan import AttentionPlan, plan_attention
-from evenshare.attention.problem import FP8, Problem, default_scale
+from evenshare.attention.problem import CODES, FP8, Problem, default_scale
 from evenshare.device.checks import check_is_tensor
 from evenshare.device.target import Target, select_target
 
@@ -213,7 +213,7 @@ def _dtypes(q: torch.Tensor, k: torch.Tensor, out: Any, out_dtype: torch.dtype |
         if out_dtype not in (None, q.dtype):
             raise TypeError(f"out_dtype: got {out_dtype}, want None or q's {q.dtype}")
         # Keys of any other dtype are compared with q's by the run.
-        return {"dtype": q.dtype, "q_dtype": None, "kv_dtype": FP8 if k.dtype == FP8 else None}
+        return {"dtype": q.dtype, "q_dtype": None, "kv_dtype": k.dtype if k.dtype in (FP8, *CODES) else None}
     name, dtype = "out_dtype", out_dtype or torch.bfloat16
     if out_dtype is None and isinstance(out, torch.Tensor):
         name, dtype = "out", out.dtype

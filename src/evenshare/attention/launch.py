@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -26,6 +26,9 @@ from evenshare.device.clock import CONSUMERS, TIME_COLUMNS
 from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.workspace import Workspace
 from evenshare.schedule.plan import Plan
+
+if TYPE_CHECKING:
+    from evenshare.attention.variants.variant import Variant
 
 FORMS = {"ragged": 0, "paged": 1, "block_table": 2, "dense": 3}
 REQUEST_BLOCKS = (128, 1024)  # requests that a step of the prefix sum takes: at least, at most
@@ -166,10 +169,7 @@ class ForwardLauncher:
             BLOCK_M=tile.block_m,
             NUM_STAGES=tile.num_stages,
             PRECISION="ieee",
-            VARIANT=variant and variant.modify,
-            SINK=variant and variant.sink,
-            BASE_2=variant is None or variant.scores_in_base_2,
-            SOFTMAX=variant is None or variant.softmax,
+            **_variant_functions(variant),
             num_warps=tile.num_warps,
         )
         static = self._static(tile, q, k, v, out, lse, num_indices, lse_scale)
@@ -277,6 +277,14 @@ class ForwardLauncher:
             *_strides(out, dense),
             *(_strides(lse, dense) if lse is not None else (0, 0, 0)),
         )
+
+
+def _variant_functions(variant: Variant | None) -> dict[str, Any]:
+    if variant is None:
+        functions = dict.fromkeys(("VARIANT", "SINK", "QUERY", "KEY", "VALUE", "OUTPUT"))
+        return {**functions, "BASE_2": True, "SOFTMAX": True}
+    functions = {name.upper(): variant.functions[name] for name in ("sink", "query", "key", "value", "output")}
+    return {"VARIANT": variant.modify, **functions, "BASE_2": variant.scores_in_base_2, "SOFTMAX": variant.softmax}
 
 
 def _box(t: torch.Tensor, rows: int) -> Box:

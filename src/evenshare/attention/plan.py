@@ -353,7 +353,8 @@ def plan_attention(
     window_left: keys to the left that a row sees, inclusive; -1: all.
     logits_soft_cap: cap * tanh(score / cap); None: off. sm_scale: None means 1 / sqrt(head_dim). base: of the lse.
     variant: what else happens to scores, in the user's own functions (`evenshare.Variant`).
-    dtype: of q and the output. kv_dtype: of k and v: None (dtype) or, if dtype is 16-bit, float8_e4m3fn; see `run` for scales.
+    dtype: of q and the output. kv_dtype: of k and v: None (dtype) or, if dtype is 16-bit, float8_e4m3fn; see `run` for scales. Or
+    int8 or uint8, whose codes the variant's key and value make numbers of.
     q_dtype: of q: None (dtype) or, with such k and v, float8_e4m3fn as well; dtype is then that of the output alone.
     max_batch: capacity in requests, for later updates; None: those of this batch.
     max_q_rows: capacity in query tokens; wanted if qo_indptr is on a GPU, whose values are never read.

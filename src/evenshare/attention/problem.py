@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn  # of keys, values and queries, each a code times a scale
+CODES = (torch.int8, torch.uint8)  # of keys and values that a variant's transforms make numbers of
 MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
 MAX_WINDOW = 1 << 30
 
@@ -33,7 +34,7 @@ class Problem:
     window_left: int = -1  # keys to the left that a row sees, inclusive; -1: all
     logits_soft_cap: float = 0.0  # 0: off
     sm_scale: float = 1.0
-    kv_dtype: torch.dtype | None = None  # of k and v: FP8 or, None, dtype
+    kv_dtype: torch.dtype | None = None  # of k and v: FP8, CODES beside a variant's key and value or, None, dtype
     q_dtype: torch.dtype | None = None  # of q: FP8 beside such keys or, None, dtype
     variant: Variant | None = None
 
@@ -59,7 +60,11 @@ class Problem:
             raise TypeError(f"q_dtype, kv_dtype: got {FP8} and {beside}, want {FP8} for k and v too, or a 16-bit q")
         if self.q_dtype not in (None, self.dtype, FP8):
             raise TypeError(f"q_dtype: got {self.q_dtype}, want {self.dtype} or, beside such keys, {FP8}")
-        if self.kv_dtype not in (None, self.dtype) and (self.kv_dtype, self.dtype.itemsize) != (FP8, 2):
+        if self.kv_dtype in CODES:
+            transforms = getattr(self.variant, "transforms", {})
+            if not {"key", "value"} <= set(transforms):
+                raise TypeError(f"kv_dtype: got {self.kv_dtype}, want it only beside a variant with key and value")
+        elif self.kv_dtype not in (None, self.dtype) and (self.kv_dtype, self.dtype.itemsize) != (FP8, 2):
             also = f" or {FP8}" if self.dtype.itemsize == 2 else ""
             raise TypeError(f"kv_dtype: got {self.kv_dtype}, want {self.dtype}{also}")
         if self.page_size < 0:
@@ -82,6 +87,11 @@ class Problem:
     @property
     def fp8_q(self) -> bool:
         return self.q_dtype == FP8
+
+    @property
+    def changes_keys(self) -> bool:
+        """Whether a variant transforms keys or values, whenever they are loaded."""
+        return self.variant is not None and not self.variant.transforms.keys().isdisjoint(("key", "value"))
 
     @property
     def group_size(self) -> int:

@@ -15,8 +15,8 @@ hide is a row without keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -166,9 +166,7 @@ def _request(
     """Request `number`: q [n, Hq, D], k [m, Hkv, D], v [m, Hkv, Dv] -> out [n, Hq, Dv], lse [n, Hq]."""
     num_rows, num_keys = q.shape[0], k.shape[0]
     fp8 = k.dtype == torch.float8_e4m3fn
-    if fp8:
-        dtype = rule.compute_dtype or torch.float32
-        k, v = _dequantize(k, rule.k_scale, dtype), _dequantize(v, rule.v_scale, dtype)
+    k, v = _widened(k, "key", rule.k_scale, rule, number), _widened(v, "value", rule.v_scale, rule, number)
     shift = num_keys - num_rows  # bottom-right aligned: the last key that row i sees, if causal, is shift + i
     empty = num_rows if num_keys == 0 else min(num_rows, max(0, -shift)) if rule.causal else 0
     if empty:
@@ -192,9 +190,21 @@ def _request(
             _fused(q[rows], keys, values, mask, out[rows], rule.sm_scale)
 
 
-def _dequantize(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    x = x.to(dtype)
-    return x if scale is None else x * scale.to(dtype).view(-1, 1)
+def _widened(x: torch.Tensor, transform: str, scale: torch.Tensor | None, rule: _Rule, number: int) -> torch.Tensor:
+    """Keys or values after the variant's transform, if it has one, and times their scale."""
+    function = None if rule.variant is None else rule.variant.transforms.get(transform)
+    if function is None and x.dtype != torch.float8_e4m3fn:
+        return x
+    x = x.to(rule.compute_dtype or torch.float32)
+    if function is not None:
+        x = _transformed(function, x, number, 0)
+    return x if scale is None else x * scale.to(x.dtype).view(-1, 1)
+
+
+def _transformed(function: Callable[..., Any], x: torch.Tensor, number: int, first: int) -> torch.Tensor:
+    from evenshare.attention.variants.eager import transformed
+
+    return transformed(function, x, number, first)
 
 
 def _mask(rows: range, keys: range, rule: _Rule, device: torch.device) -> torch.Tensor | None:
@@ -225,8 +235,12 @@ def _formula(
     num_rows, num_kv_heads = q.shape[0], k.shape[1]
     by_kv_head = (num_rows, num_kv_heads, q.shape[1] // num_kv_heads, -1)
     dtype = rule.compute_dtype or torch.float32
+    transforms = {} if rule.variant is None else rule.variant.transforms
+    q = q.to(dtype)
+    if "query" in transforms:
+        q = _transformed(transforms["query"], q, *place[:2])
     # The query heads of a KV head are rows of one matrix: no key is repeated.
-    packed = q.to(dtype).view(by_kv_head).permute(1, 2, 0, 3).flatten(1, 2)
+    packed = q.reshape(by_kv_head).permute(1, 2, 0, 3).flatten(1, 2)
     scores = torch.bmm(packed, k.to(dtype).permute(1, 2, 0)).mul_(rule.sm_scale)
     if rule.logits_soft_cap:
         scores.div_(rule.logits_soft_cap).tanh_().mul_(rule.logits_soft_cap)
@@ -245,7 +259,14 @@ def _formula(
         values = torch.bmm(weights, v.to(dtype).transpose(0, 1)).div_(total)
     else:
         values = torch.bmm(scores, v.to(dtype).transpose(0, 1))
-    out.view(by_kv_head).copy_(values.view(num_kv_heads, -1, num_rows, values.shape[-1]).permute(2, 0, 1, 3))
+    by_row = values.view(num_kv_heads, -1, num_rows, values.shape[-1]).permute(2, 0, 1, 3)
+    if "output" in transforms:
+        changed = _transformed(transforms["output"], by_row.flatten(1, 2), *place[:2]).view_as(by_row)
+        if softmax:  # what hides all keys of a row leaves it 0
+            without_keys = (peak == float("-inf")).view(num_kv_heads, -1, num_rows).permute(2, 0, 1)
+            changed = changed.masked_fill(without_keys.unsqueeze(-1), 0.0)
+        by_row = changed
+    out.view(by_kv_head).copy_(by_row)
     if lse is not None:
         logsumexp = (peak + total.log()).view(num_kv_heads, -1, num_rows)
         lse.view(by_kv_head[:3]).copy_(logsumexp.permute(2, 0, 1))

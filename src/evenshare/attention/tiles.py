@@ -154,6 +154,10 @@ def choose_tile(
             return _fp8_decode_tile(problem, rows) if problem.fp8_kv else _decode_tile(problem, rows)
         return _prefill_tile(problem)
     wide = max(problem.head_dim, problem.head_dim_v) > 128
+    if problem.changes_keys:
+        # A transformed block of keys is in registers as fp32, and so are the numbers that change it (ptxas, sm_80 and sm_90).
+        block_n = 16 if wide or problem.dtype == torch.float32 else 32
+        return TileConfig(16, block_n, 8, 2, 1) if rows <= 16 else TileConfig(64, block_n, 8, 2, 1)
     if problem.dtype == torch.float32:
         # FMA units take their operands from registers: larger tiles spill (ptxas, sm_80 and sm_90).
         block_n = 16 if wide else 32

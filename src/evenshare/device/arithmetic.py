@@ -31,6 +31,26 @@ def tanh_approx(x):
 
 
 @triton.jit
+def sin_approx(x):
+    """One instruction, whose absolute error is below 2^-20.5 between -pi and pi (PTX ISA, sin.approx.f32)."""
+    if INTERPRETED:
+        y = tl.sin(x)
+    else:
+        y = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
+def cos_approx(x):
+    """As `sin_approx` (PTX ISA, cos.approx.f32)."""
+    if INTERPRETED:
+        y = tl.cos(x)
+    else:
+        y = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
 def floor_divide(a, b):
     """Integers, rounded down; the machine's division rounds to zero."""
     quotient = a // b

@@ -7,8 +7,9 @@ An iteration is BLOCK_N keys. Softmax runs in base 2 (FlashAttention-2's order o
 fp8 keys, values and queries become numbers of the output's type, exactly; the scale of k, with that of q in it, joins the scores',
 that of v the output's.
 
-A variant is two device functions (`attention.variants`): VARIANT changes the scores, in units of e, and hides some; SINK gives each row
-a score that joins its denominator. Without SOFTMAX scores are weights, hidden ones 0, and a partial is (o, 0).
+A variant is a few device functions (`attention.variants`): VARIANT changes the scores, in units of e, and hides some; SINK gives each row
+a score that joins its denominator. Without SOFTMAX scores are weights, hidden ones 0, and a partial is (o, 0). QUERY, KEY, VALUE and
+OUTPUT, if not None, change vectors in fp32: queries once for each tile, keys and values whenever they are loaded.
 
 A partial whose request points outside the cache carries lse = +inf: the merge turns the tile into o = 0, lse = -inf.
 """
@@ -79,12 +80,12 @@ def _merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots,
 
 
 @triton.jit
-def _attend(q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, variant_args, request, head, block, kv_start, kv_len,
+def _attend(q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, variant_args, request, kv_head, head, block, kv_start, kv_len,
             readable_len, num_pages, last_key, score_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page, stride_v_token,
             HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr, SAME_STRIDES: tl.constexpr,
             MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-            VARIANT: tl.constexpr, BASE_2: tl.constexpr, SOFTMAX: tl.constexpr):  # fmt: skip
+            VARIANT: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BASE_2: tl.constexpr, SOFTMAX: tl.constexpr):  # fmt: skip
     """One iteration: the keys of `block` join the softmax state. MASKED is off for blocks that every row sees whole."""
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
@@ -107,9 +108,14 @@ def _attend(q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, variant_args
     v_mask = readable[:, None] & (dv < HEAD_DIM_V)[None, :]
     k = tl.load(k_ptr + k_head + k_rows[None, :] + d[:, None], mask=k_mask, other=0.0)
     v = tl.load(v_ptr + v_head + v_rows[:, None] + dv[None, :], mask=v_mask, other=0.0)
-    if k_ptr.dtype.element_ty != q.dtype:
-        k = k.to(q.dtype)
-        v = v.to(q.dtype)
+    if KEY is not None:
+        k = KEY(k.to(tl.float32), k_ptr + k_head + k_rows[None, :], readable[None, :], request, kv_head.to(tl.int32), n[None, :],
+                d[:, None], variant_args, HEAD_DIM, 0)  # fmt: skip
+    if VALUE is not None:
+        v = VALUE(v.to(tl.float32), v_ptr + v_head + v_rows[:, None], readable[:, None], request, kv_head.to(tl.int32), n[:, None],
+                  dv[None, :], variant_args, HEAD_DIM_V, 1)  # fmt: skip
+    k = k.to(q.dtype)
+    v = v.to(q.dtype)
     s = tl.dot(q, k, input_precision=PRECISION) * score_scale
     if HAS_SOFT_CAP:
         s = (logits_soft_cap * LOG2E if BASE_2 else logits_soft_cap) * tanh(s)  # the softmax is in base 2
@@ -150,14 +156,16 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, 
             SAME_STRIDES: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_LSE: tl.constexpr,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
             NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr,
-            VARIANT: tl.constexpr, SINK: tl.constexpr, BASE_2: tl.constexpr, SOFTMAX: tl.constexpr):  # fmt: skip
+            VARIANT: tl.constexpr, SINK: tl.constexpr, QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, OUTPUT: tl.constexpr,
+            BASE_2: tl.constexpr, SOFTMAX: tl.constexpr):  # fmt: skip
     """PAGE_SIZE > 0: k and v are pages, found through kv_indices. PAGE_SIZE == 0: contiguous keys, the request's first at
     kv_start * stride_k_page. DENSE: q_start and kv_start count batch entries (stride_*_start, stride_*_page are batch strides);
     otherwise they count tokens, or entries of kv_indices, and stride_q_start == stride_q_token.
     times_ptr: times of the segments (`device.clock`), or None.
     k_scale_ptr, v_scale_ptr: fp32, one for each KV head or, with stride 0, for all; None: k and v have q's dtype, and that is the output's.
     SAME_STRIDES: k and v have the same page and token strides, so their row offsets are computed once.
-    VARIANT, SINK: device functions or None; variant_args: the tensors they read, a flat tuple or None. BASE_2: no function wants the
+    VARIANT, SINK, QUERY, KEY, VALUE, OUTPUT: device functions or None (`variants.program`); variant_args: the tensors they read, a
+    flat tuple or None. BASE_2: no function wants the
     scores in units of e, so log2(e) is in their scale."""
     worker = tl.program_id(0)
     rows = tl.arange(0, BLOCK_M)
@@ -210,19 +218,23 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, 
             readable_len = tl.minimum(kv_len, tl.maximum(num_pages - kv_start, 0))
         q_rows = q_start * stride_q_start + q_idx.to(tl.int64) * stride_q_token + head * stride_q_head
         q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=rows_valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        last_key = kv_len - qo_len + q_idx  # bottom-right aligned: the last key that a causal row sees
+        if QUERY is not None:
+            q = QUERY(q.to(tl.float32), (q_ptr + q_rows)[:, None], rows_valid[:, None], request, head.to(tl.int32)[:, None],
+                      last_key[:, None], d[None, :], variant_args, HEAD_DIM, 1)  # fmt: skip
         q = q.to(out_ptr.dtype.element_ty)
 
-        last_key = kv_len - qo_len + q_idx  # bottom-right aligned: the last key that a causal row sees
         # Blocks before whole_end need no mask: every row of the tile sees all their keys.
         whole_keys = kv_len
         if CAUSAL:
             whole_keys = tl.minimum(whole_keys, tl.maximum(kv_len - qo_len + row_begin // GROUP + 1, 0))
         begin = first_block + block_lo
         end = first_block + block_hi
-        # A second loop costs registers, which float32 and wide heads do not have (they spill by the hundreds): all masked there.
+        # A second loop costs registers, which float32, wide heads and transforms do not have (they spill by the hundreds): all
+        # masked there.
         TWO_LOOPS: tl.constexpr = (
             (not HAS_WINDOW) and BLOCK_D <= 128 and BLOCK_DV <= 128 and q_ptr.dtype.element_ty != tl.float32
-        )
+        ) and (KEY is None and VALUE is None)
         whole_end = begin
         if TWO_LOOPS:
             whole_end = tl.minimum(tl.maximum(whole_keys // BLOCK_N, begin), end)
@@ -238,17 +250,17 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, 
         if TWO_LOOPS:
             for block in tl.range(begin, whole_end, num_stages=NUM_STAGES):
                 peak, total, acc, bad = _attend(
-                    q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, variant_args, request, head, block, kv_start, kv_len,
+                    q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, variant_args, request, kv_head, head, block, kv_start, kv_len,
                     readable_len, num_pages, last_key, head_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page,
                     stride_v_token, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, SAME_STRIDES, False, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
-                    BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, VARIANT, BASE_2, SOFTMAX,
+                    BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, VARIANT, KEY, VALUE, BASE_2, SOFTMAX,
                 )  # fmt: skip
         for block in tl.range(whole_end, end, num_stages=1 if TWO_LOOPS else NUM_STAGES):
             peak, total, acc, bad = _attend(
-                q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, variant_args, request, head, block, kv_start, kv_len,
+                q, peak, total, acc, bad, k_ptr, v_ptr, kv_indices_ptr, variant_args, request, kv_head, head, block, kv_start, kv_len,
                 readable_len, num_pages, last_key, head_scale, logits_soft_cap, window_left, k_head, v_head, stride_k_page, stride_k_token, stride_v_page,
                 stride_v_token, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, SAME_STRIDES, True, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP,
-                BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, VARIANT, BASE_2, SOFTMAX,
+                BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, VARIANT, KEY, VALUE, BASE_2, SOFTMAX,
             )  # fmt: skip
 
         is_bad = (tl.max(bad, 0) > 0) | (readable_len < kv_len)
@@ -286,6 +298,14 @@ def forward(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, 
                 with_sink = top + tl.log2(tl.exp2(lse2 - top) + tl.exp2(sink2 - top))
                 acc *= tl.where(lse2 == NEG_INF, 0.0, tl.exp2(lse2 - with_sink))[:, None]
                 lse2 = tl.where(lse2 == NEG_INF, NEG_INF, with_sink)
+            if OUTPUT is not None:
+                has_keys = lse2 != NEG_INF
+                if not SOFTMAX:
+                    has_keys &= kv_len > 0
+                    if CAUSAL:
+                        has_keys &= last_key >= 0
+                acc = OUTPUT(acc, None, has_keys[:, None], request, head.to(tl.int32)[:, None], last_key[:, None], dv[None, :],
+                             variant_args, HEAD_DIM_V, 1)  # fmt: skip
             _store_rows(out_ptr, lse_ptr, acc, lse2, q_start, q_idx.to(tl.int64), head, rows_valid, lse_scale,
                         stride_o_start, stride_o_token, stride_o_head, stride_lse_start, stride_lse_token, stride_lse_head,
                         HEAD_DIM_V, BLOCK_DV, HAS_LSE)  # fmt: skip

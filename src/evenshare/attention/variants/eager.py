@@ -33,6 +33,23 @@ def modified(variant: Variant, scores: torch.Tensor, request: int, first_q: int,
     return scores
 
 
+@torch.no_grad()
+def transformed(function: Callable[..., Any], x: torch.Tensor, request: int, first: int) -> torch.Tensor:
+    """x [tokens, heads, D] after a transform. request: its number in the batch. first: position of the first token."""
+    if x.numel() == 0:
+        return x
+    b = torch.tensor(request, device=x.device)
+    position, h, d = (torch.arange(size, device=x.device) for size in x.shape)
+
+    def tensor_function(row: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(function(row, *place), device=x.device).expand(x.shape[-1:])
+
+    mapped = torch.vmap(tensor_function, in_dims=(0, None, 0, None, None))
+    mapped = torch.vmap(mapped, in_dims=(0, None, None, 0, None))
+    with _IndexByValues():
+        return mapped(x, b, h, position + first, d).to(x.dtype)
+
+
 def _mapped(function: Callable[..., Any], with_score: bool) -> Callable[..., Any]:
     def tensor_function(*numbers: torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(function(*numbers), device=numbers[0].device)

@@ -12,7 +12,18 @@ from typing import Any
 
 import torch
 
-from evenshare.attention.variants.symbolic import KINDS, TABLE_DTYPES, Load, Operand, Symbol, Table, fail
+from evenshare.attention.variants.symbolic import (
+    KINDS,
+    TABLE_DTYPES,
+    Load,
+    Operand,
+    Reduction,
+    Row,
+    Symbol,
+    Table,
+    fail,
+    is_count,
+)
 
 Rule = Callable[..., Any]
 MAX_POWER = 8  # up to which a power is printed as products
@@ -112,8 +123,13 @@ def _div(name: str, a: Any, b: Any, *, rounding_mode: str | None = None) -> Symb
 
 def _floor_divide(name: str, a: Any, b: Any) -> Symbol:
     a, b = operand_of(a, name), operand_of(b, name)
-    template = "tl.floor({0} / {1})" if promoted(a, b) == "float" else "floor_divide({0}, {1})"
-    return elementwise(template, least="int")(name, a, b)
+    rounded = "{0} // {1}" if is_count(a) and is_count(b) else "floor_divide({0}, {1})"
+    return elementwise("tl.floor({0} / {1})" if promoted(a, b) == "float" else rounded, least="int")(name, a, b)
+
+
+def _remainder(name: str, a: Any, b: Any) -> Symbol:
+    a, b = operand_of(a, name), operand_of(b, name)
+    return elementwise("{0} % {1}" if is_count(a) and is_count(b) else "remainder({0}, {1})", least="int")(name, a, b)
 
 
 def _pow(name: str, a: Any, b: Any) -> Symbol:
@@ -186,10 +202,57 @@ def indexed(table: Table, indices: tuple[Any, ...], name: str) -> Any:
 
 
 def _getitem(name: str, x: Any, index: Any) -> Any:
+    if isinstance(x, Symbol) and x.vector:
+        return element(x, operand_of(index, name), name)
     if not isinstance(x, torch.Tensor | Table):
         fail("an index of a traced value, which is one number")
     table = Table(x) if isinstance(x, torch.Tensor) else x
     return indexed(table, index if isinstance(index, tuple) else (index,), name)
+
+
+def element(vector: Symbol, index: Operand, name: str) -> Operand:
+    """Elements of a vector, one or as many as the index has: what it is made of, taken there."""
+    if kind_of(index) != "int":
+        fail(f"{name}: got an index of kind {kind_of(index)}, want integers")
+    if isinstance(index, Row):
+        return vector
+    if not is_count(index):  # from the end, as what is computed with d must know
+        index = Symbol("int", "from_end({0}, D)", ((index, "int"),)) if isinstance(index, Symbol) else _from_end(index)
+    done: dict[int, Operand] = {}
+    pending = [vector]
+    while pending:  # without recursion, as chains of operations may be long
+        last = pending[-1]
+        parts = [part for part, _ in last.operands]
+        missing = [p for p in parts if isinstance(p, Symbol) and p.vector and id(p) not in done]
+        if missing:
+            pending += missing
+            continue
+        pending.pop()
+        if not isinstance(last, Row):
+            done[id(last)] = last.rebuilt(tuple(done.get(id(p), p) for p in parts))
+        elif last.kind == "int":
+            done[id(last)] = index
+        elif last.in_memory:
+            done[id(last)] = Symbol("float", "element(rows, {0}, valid, D)", ((index, "int"),))
+        else:
+            fail("an index of the output, of which a kernel reaches no other element")
+    return done[id(vector)]
+
+
+def _from_end(index: bool | int | float) -> Symbol:
+    return Symbol("int", f"(D - {-int(index)})")
+
+
+def _reduction(function: str) -> Rule:
+    def rule(name: str, x: Any, dim: Any = -1, keepdim: bool = False) -> Symbol:
+        operand = operand_of(x, name)
+        if not (isinstance(operand, Symbol) and operand.vector):
+            fail(f"{name} of a single number, want a vector, such as the x of a transform")
+        if dim not in (-1, 0, None, (-1,), [-1]):
+            fail(f"{name}: got dim={dim!r}, want the only one, -1")
+        return Reduction(function, operand)
+
+    return rule
 
 
 _float_functions = {
@@ -204,7 +267,7 @@ _float_functions = {
     "cos": "tl.cos({0})",
     "erf": "tl.erf({0})",
     "tanh": "tanh({0})",
-    "tanh_approx": "tanh_approx({0})",  # evenshare.attention.variants.tanh_approx
+    **{f"{name}_approx": f"{name}_approx({{0}})" for name in ("cos", "sin", "tanh")},  # of evenshare.attention.variants
     "sigmoid": "tl.sigmoid({0})",
     "silu": "{0} * tl.sigmoid({0})",
     "reciprocal": "1.0 / {0}",
@@ -230,7 +293,7 @@ RULES: dict[str, Rule] = {
     "rsub": lambda name, a, b: _sub(name, b, a),
     "div": _div,
     "floor_divide": _floor_divide,
-    "remainder": elementwise("remainder({0}, {1})", least="int"),
+    "remainder": _remainder,
     "pow": _pow,
     "square": lambda name, x: _pow(name, x, 2),
     "neg": _neg,
@@ -253,6 +316,10 @@ RULES: dict[str, Rule] = {
     "long": _cast("int"),
     "bool": _cast("bool"),
     "getitem": _getitem,
+    "sum": _reduction("row_sum"),
+    "mean": _reduction("row_mean"),
+    "amax": _reduction("row_max"),
+    "amin": _reduction("row_min"),
     "new_ones": _filled(1),
     "new_zeros": _filled(0),
     "new_full": _filled(None),

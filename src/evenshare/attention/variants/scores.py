@@ -21,6 +21,16 @@ def tanh_approx(x: Any) -> Any:
     return apply("tanh_approx", (x,), {}) if isinstance(x, Symbol) else torch.tanh(x)
 
 
+def sin_approx(x: Any) -> Any:
+    """sin, in kernels by the GPU's own instruction, whose absolute error is below 2^-20.5 between -pi and pi."""
+    return apply("sin_approx", (x,), {}) if isinstance(x, Symbol) else torch.sin(x)
+
+
+def cos_approx(x: Any) -> Any:
+    """cos, as `sin_approx`."""
+    return apply("cos_approx", (x,), {}) if isinstance(x, Symbol) else torch.cos(x)
+
+
 def soft_cap(cap: float, approximate: bool = False) -> ScoreMod:
     """cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118, section 2). approximate: by `tanh_approx`, which is faster."""
     if not (isinstance(cap, int | float) and cap > 0 and math.isfinite(cap)):
@@ -46,7 +56,7 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> to
 
 def alibi(slopes: torch.Tensor) -> ScoreMod:
     """score + slopes[h] * (kv_idx - q_idx) (ALiBi, arXiv 2108.12409). slopes: floats [Hq], such as `alibi_slopes`."""
-    _check_floats("slopes", slopes, 1)
+    check_floats("slopes", slopes, 1)
 
     def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + slopes[h] * (kv_idx - q_idx)
@@ -59,7 +69,7 @@ def relative_bias(table: torch.Tensor) -> ScoreMod:
 
     table: floats [Hq, 2 * n + 1], of the distances kv_idx - q_idx from -n to n; farther keys have the last one's.
     """
-    _check_floats("table", table, 2)
+    check_floats("table", table, 2)
     if table.shape[1] % 2 == 0:
         raise ValueError(f"table: got {table.shape[1]} distances, want an odd number, from -n to n")
     longest = table.shape[1] // 2
@@ -82,7 +92,7 @@ def sigmoid_attention(bias: float = 0.0, mask_mod: Callable[..., Any] | None = N
     return Variant(score_mod=sigmoid, mask_mod=mask_mod, softmax=False)
 
 
-def _check_floats(name: str, tensor: Any, dims: int) -> None:
+def check_floats(name: str, tensor: Any, dims: int) -> None:
     check_is_tensor(**{name: tensor})
     if not tensor.is_floating_point() or tensor.dim() != dims:
         raise ValueError(f"{name}: got {tensor.dtype} of shape {tuple(tensor.shape)}, want floats of {dims} dimensions")

@@ -1,4 +1,4 @@
-"""From functions to the source of device functions, and from source to jit functions, one for each text.
+"""Symbols printed as the source of device functions, and source loaded as jit functions, one for each text.
 
 A program's tensors reach the kernel as one flat tuple: of each tensor its pointer, then size and stride of every dimension.
 """
@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -22,20 +22,9 @@ from typing import Any
 import torch
 
 from evenshare._cache import cache_dir
-from evenshare.attention.variants.operations import operand_of
-from evenshare.attention.variants.symbolic import (
-    CapturedTensors,
-    Load,
-    Operand,
-    Symbol,
-    Table,
-    VariantError,
-    tensor_names,
-)
+from evenshare.attention.variants.symbolic import Load, Operand, Symbol
 
 INT32_MAX = 2**31 - 1
-# Requests, heads and keys are counted from 0: such an index is none from a tensor's end.
-_COUNTS = ("b", "h", "kv_idx")
 _CASTS = {
     ("bool", "int"): "{}.to(tl.int32)",
     ("bool", "float"): "{}.to(tl.float32)",
@@ -44,28 +33,22 @@ _CASTS = {
     ("float", "int"): "{}.to(tl.int32)",
     ("float", "bool"): "{} != 0",
 }
-_HELPERS = ("floor_divide", "from_end", "inside", "remainder", "tanh", "tanh_approx")  # of device.arithmetic
-_RESERVED = (*_HELPERS, "score", "b", "h", "q_idx", "kv_idx", "args", "tl", "triton", "float")
-_HEADER = '''"""{title}"""
-
-import triton
-import triton.language as tl
-'''
-
-
-def traced(function: Callable[..., Any], names: Sequence[str]) -> Operand:
-    """What `function` makes of arguments that stand for numbers of these names; all but "score" are integers."""
-    symbols = [Symbol("float" if name == "score" else "int", name) for name in names]
-    with CapturedTensors():
-        result = function(*symbols)
-    if not isinstance(result, Symbol | Table | torch.Tensor | bool | int | float):
-        code = getattr(function, "__code__", None)
-        place = f"\n  {code.co_filename}:{code.co_firstlineno}" if code else ""
-        raise VariantError(
-            f"{function}: got a {type(result).__name__} returned, want a traced value or a number{place}"
-        )
-    return operand_of(result, "return")
-
+# Of device.arithmetic and device.vectors: what generated code calls.
+HELPERS = {
+    "arithmetic": (
+        "cos_approx",
+        "floor_divide",
+        "from_end",
+        "inside",
+        "remainder",
+        "sin_approx",
+        "tanh",
+        "tanh_approx",
+    ),
+    "vectors": ("element", "row_max", "row_mean", "row_min", "row_sum"),
+}
+_PARAMETERS = ("score", "b", "h", "q_idx", "kv_idx", "args", "x", "rows", "valid", "d", "D", "AXIS")
+_RESERVED = (*_PARAMETERS, *(name for names in HELPERS.values() for name in names), "tl", "triton", "float")
 
 Layout = tuple[Any, ...]
 
@@ -85,13 +68,11 @@ class Printer:
         self._next = 0
 
     def function(self, name: str, parameters: Sequence[str], result: Operand) -> str:
-        """Source of the jit function of the parameters and `args` that returns the result, in fp32."""
+        """Source of the jit function of these parameters that returns the result, in fp32."""
         body = _Body(self)
         value = body.text(result, "float")
         lines = [*body.prologue(), *body.lines, f"return {value}"]
-        return f"@triton.jit\ndef {name}({', '.join((*parameters, 'args'))}):\n" + "".join(
-            f"    {line}\n" for line in lines
-        )
+        return f"@triton.jit\ndef {name}({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in lines)
 
     def place(self, tensor: torch.Tensor) -> tuple[str, int]:
         key = layout_of(tensor)
@@ -167,7 +148,7 @@ class _Body:
             at = self.text(index, "int")
             if not isinstance(index, Symbol):  # inside, or the trace had refused it
                 at = at if index >= 0 else f"({size} - {-index})"
-            elif at in _COUNTS:
+            elif index.count:
                 mask.append(f"({at} < {size})")
             else:
                 at = self._assign(f"from_end({at}, {size})")
@@ -197,60 +178,6 @@ def _literal(value: bool | int | float, kind: str) -> str:
     if kind == "int":
         return repr(int(value))
     return repr(float(value)) if math.isfinite(value) else f'float("{float(value)}")'
-
-
-def program(
-    score_mod: Callable[..., Any] | None,
-    mask_mod: Callable[..., Any] | None,
-    sinks: torch.Tensor | None,
-    softmax: bool,
-) -> tuple[str, list[torch.Tensor]]:
-    """(source of the functions `modify` and, with sinks, `sink`, the tensors they read)."""
-    names = {**tensor_names(score_mod), **tensor_names(mask_mod)}
-    if sinks is not None:
-        names[id(sinks)] = "sinks"
-    positions = ("b", "h", "q_idx", "kv_idx")
-    score: Operand = Symbol("float", "score")
-    if score_mod is not None:
-        # A score that does not depend on the one given has not its shape yet; adding 0 changes no other.
-        given = traced(score_mod, ("score", *positions))
-        score = (
-            given
-            if _uses_score(given)
-            else Symbol("float", "{0} + tl.zeros_like({1})", ((given, "float"), (score, "float")))
-        )
-    if mask_mod is not None:
-        mask = traced(mask_mod, positions)
-        hidden = float("-inf") if softmax else 0.0
-        score = Symbol("float", "tl.where({0}, {1}, {2})", ((mask, "bool"), (score, "float"), (hidden, "float")))
-    printer = Printer(names)
-    functions = [printer.function("modify", ("score", *positions), score)]
-    if sinks is not None:
-        functions.append(printer.function("sink", ("h",), Load(sinks, (Symbol("int", "h"),))))
-    made_of = [
-        f"{kind} {getattr(function, '__qualname__', type(function).__qualname__)}"
-        for kind, function in (("score_mod", score_mod), ("mask_mod", mask_mod))
-        if function is not None
-    ]
-    title = "Generated from " + (" and ".join([*made_of, *(["sinks"] if sinks is not None else [])]) or "nothing")
-    text = "\n\n" + "\n\n".join(functions)
-    helpers = [name for name in _HELPERS if re.search(rf"\b{name}\(", text)]
-    imports = f"\nfrom evenshare.device.arithmetic import {', '.join(helpers)}\n" if helpers else ""
-    return _HEADER.format(title=re.sub(r'["\\]', "'", title)) + imports + text, printer.tensors
-
-
-def _uses_score(operand: Operand) -> bool:
-    seen: set[int] = set()
-    pending = [operand]
-    while pending:
-        current = pending.pop()
-        if not isinstance(current, Symbol) or id(current) in seen:
-            continue
-        seen.add(id(current))
-        if current.template == "score":
-            return True
-        pending += [operand for operand, _ in current.operands]
-    return False
 
 
 _lock = threading.Lock()

@@ -1,7 +1,8 @@
 """Symbols: what a variant's functions are called with once, so that the operations they apply can be printed as source.
 
 A `Symbol` is a number that a kernel will know: a score, an index, what an operation makes of them. A `Table` is a captured tensor
-of which some dimensions have been indexed; with all of them indexed it is a `Load`.
+of which some dimensions have been indexed; with all of them indexed it is a `Load`. A transform's x and d are vectors, of a number
+for each dim of a head: what is made of them is a vector too, and a `Reduction` of one is a number again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ TABLE_DTYPES = {
 }
 # Frames in here are no user's: the tracer, and torch's helpers such as and_masks.
 _INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
-_USERS = {os.path.join(os.path.dirname(__file__), name) for name in ("masks.py", "scores.py")}
+_USERS = {os.path.join(os.path.dirname(__file__), name) for name in ("masks.py", "scores.py", "transforms.py")}
+
+
+# Requests, heads, keys and dims are counted from 0, and so is what these make of counts: no such index is one from a tensor's end.
+_COUNTS = ("b", "h", "kv_idx", "d")
+_COUNT_OF_COUNTS = (
+    *("{0} + {1}", "{0} * {1}", "{0} // {1}", "{0} % {1}", "{0} & {1}", "{0} ^ {1}", "{0} >> {1}"),
+    "tl.where({0}, {1}, {2})",
+)
 
 
 class VariantError(ValueError):
@@ -39,6 +48,12 @@ class Symbol:
         self.kind, self.template, self.operands = kind, template, operands
         self.dtype = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}[kind]
         self.shape = torch.Size(())
+        self.vector: bool = any(isinstance(operand, Symbol) and operand.vector for operand, _ in operands)
+        self.count: bool = kind == "int" and (
+            all(is_count(operand) for operand, kind in operands if kind == "int")
+            if template in _COUNT_OF_COUNTS
+            else template in _COUNTS
+        )
 
     @classmethod
     def __torch_function__(
@@ -55,6 +70,11 @@ class Symbol:
 
     def __bool__(self) -> NoReturn:
         fail("`if`, `and`, `or`, `not` or `while` on a traced value; want torch.where, &, | and ~")
+
+    def rebuilt(self, operands: tuple[Operand, ...]) -> Symbol:
+        """The same operation of other operands."""
+        kinds = (kind for _, kind in self.operands)
+        return Symbol(self.kind, self.template, tuple(zip(operands, kinds, strict=True)))
 
     def __iter__(self) -> NoReturn:
         fail("a loop over a traced value")
@@ -81,6 +101,25 @@ class Load(Symbol):
         super().__init__(TABLE_DTYPES[tensor.dtype], "", tuple((index, "int") for index in indices))
         self.tensor, self.indices = tensor, indices
 
+    def rebuilt(self, operands: tuple[Operand, ...]) -> Symbol:
+        return Load(self.tensor, operands)
+
+
+class Row(Symbol):
+    """One of the two vectors that a transform gets: x, in memory or not, and d, the numbers from 0 on."""
+
+    def __init__(self, name: str, in_memory: bool) -> None:
+        super().__init__("float" if name == "x" else "int", name)
+        self.vector, self.in_memory = True, in_memory
+
+
+class Reduction(Symbol):
+    """A number that a kernel makes of a whole vector."""
+
+    def __init__(self, function: str, vector: Operand) -> None:
+        super().__init__("float", f"{function}({{0}}, d, D, AXIS)", ((vector, "float"),))
+        self.vector = False
+
 
 class Table:
     """A captured tensor whose first dimensions have been indexed, but not the last ones."""
@@ -93,6 +132,11 @@ class Table:
 
 
 Operand = Symbol | bool | int | float
+
+
+def is_count(operand: Operand) -> bool:
+    """Whether this is known to be an integer of 0 or more."""
+    return operand.count if isinstance(operand, Symbol) else isinstance(operand, int) and operand >= 0
 
 
 class _Method:

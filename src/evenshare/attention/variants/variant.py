@@ -8,26 +8,32 @@ from typing import Any
 
 import torch
 
-from evenshare.attention.variants.source import layout_of, load, program
+from evenshare.attention.variants.program import program
+from evenshare.attention.variants.source import layout_of, load
 
 ScoreMod = Callable[..., Any]  # (score, b, h, q_idx, kv_idx) -> score
 MaskMod = Callable[..., Any]  # (b, h, q_idx, kv_idx) -> bool
+Transform = Callable[..., Any]  # (x, b, h, position, d) -> vector
 
 
 class Variant:
-    """What an attention call does to scores, which keys a row sees, and how weights follow from scores.
+    """What an attention call does to scores and vectors, which keys a row sees, and how weights follow from scores.
 
     score_mod(score, b, h, q_idx, kv_idx): the new score, given q k^T * sm_scale in fp32 (after a soft cap of the call's own).
     mask_mod(b, h, q_idx, kv_idx): whether the row sees the key, beside the call's own causal and window_left.
     Their arguments stand for single numbers, FlexAttention's signatures (torch.nn.attention.flex_attention): b is the number of the
     request in the batch, h that of the query head, kv_idx the key's position in its request. q_idx counts so that a request's last
     query row sits at its last key: row i of n, beside m keys, is at m - n + i, which is negative for rows before the first key.
+    query(x, b, h, q_idx, d), key(x, b, h, kv_idx, d), value(x, b, h, kv_idx, d), output(x, b, h, q_idx, d): what becomes of each
+    query, key, value and output vector before its use, in torch's operations: x is its D numbers in fp32, d is torch.arange(D), and
+    h the head, which for keys and values is the KV head. x[i] is another element, x.mean() a mean. The result is rounded to q's
+    dtype, that of `output` to the output's. Rows without keys stay 0. Keys and values of integers (kv_dtype) want key and value.
     softmax: False takes the scores themselves as weights, without a denominator: the output is the sum of score * value over the
     keys seen (sigmoid attention, Ramapuram et al., arXiv 2409.04431, with a sigmoid as score_mod); such a call has no lse.
     sinks: [Hq], float16, bfloat16 or float32: a score of each query head that joins the denominator, and so the lse, without a
     value (StreamingLLM, arXiv 2309.17453, section 3.3; gpt-oss). A row without keys keeps out = 0 and lse = -inf.
 
-    Both functions are called here, once, with symbols in place of numbers, and printed as a device function for the kernels;
+    The functions are called here, once, with symbols in place of numbers, and printed as device functions for the kernels;
     on the CPU backend they run in torch. Numbers they capture are part of the text. Tensors they capture (and `sinks`) become
     arguments of the kernel: a change of their values in place needs nothing new. Make a variant once and keep it.
     An index from a tensor's end is negative, as in torch; one outside the tensor reads 0 in the kernels and raises on the CPU.
@@ -47,10 +53,15 @@ class Variant:
         *,
         score_mod: ScoreMod | None = None,
         mask_mod: MaskMod | None = None,
+        query: Transform | None = None,
+        key: Transform | None = None,
+        value: Transform | None = None,
+        output: Transform | None = None,
         softmax: bool = True,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        transforms = {"query": query, "key": key, "value": value, "output": output}
+        for name, function in {"score_mod": score_mod, "mask_mod": mask_mod, **transforms}.items():
             if function is not None and not callable(function):
                 raise TypeError(f"{name}: got {type(function).__name__}, want a function or None")
         if not isinstance(softmax, bool):
@@ -65,12 +76,13 @@ class Variant:
             if not softmax:
                 raise ValueError("sinks: got a tensor, want None with softmax=False, which has no denominator")
         self.score_mod, self.mask_mod, self.softmax, self.sinks = score_mod, mask_mod, softmax, sinks
-        self._text, tensors = program(score_mod, mask_mod, sinks, softmax)
+        self.transforms = {name: function for name, function in transforms.items() if function is not None}
+        self._text, tensors = program(score_mod, mask_mod, self.transforms, sinks, softmax)
         self.tensors: tuple[torch.Tensor, ...] = tuple(tensors)
         self._layouts = (softmax, *map(layout_of, tensors))
 
     def source(self) -> str:
-        """The generated text: a Triton module with `modify` and, if there are sinks, `sink`."""
+        """The generated text: a Triton module with `modify`, `sink` if there are sinks, and the transforms."""
         return self._text
 
     def draw(self, qo_len: int, kv_len: int, b: int = 0, h: int = 0) -> str:
@@ -101,9 +113,12 @@ class Variant:
         return load(self._text).modify
 
     @cached_property
-    def sink(self) -> Any:
-        """The device function of sinks (h, args); None without them."""
-        return getattr(load(self._text), "sink", None)
+    def functions(self) -> dict[str, Any]:
+        """The device functions beside `modify` by name, None if not there: `rescore`, which hides nothing, `sink`, transforms."""
+        names = ("sink", "query", "key", "value", "output")
+        functions = {name: getattr(load(self._text), name, None) for name in names}
+        only_score = None if self.score_mod is None else self.modify
+        return functions | {"rescore": getattr(load(self._text), "rescore", None if self.mask_mod else only_score)}
 
     @cached_property
     def arguments(self) -> tuple[Any, ...] | None:

@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 import torch
 
-from tests.distributed import context_cases, ring_cases
+from tests.distributed import context_cases, linear_cases, ring_cases
 from tests.distributed.spawn import Case, run_cases
 
-CASES: dict[str, Case] = {**context_cases.CASES, **ring_cases.CASES}
+CASES: dict[str, Case] = {**linear_cases.CASES, **context_cases.CASES, **ring_cases.CASES}
 
 
 @cache

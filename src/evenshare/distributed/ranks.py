@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# torch 2.13 renames it.
+# torch 2.13 renames them.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Group = dist.ProcessGroup | DeviceMesh | None
 
 

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -79,6 +80,24 @@ class Bench:
                 self.console.print(f"{case.title}: failed: {failure!r:.500}", style="red", markup=False)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def warm_up(self, calls: Sequence[Call]) -> None:
+        """Make these calls once, many at a time: Triton compiles for seconds each, nearly all of it outside the interpreter's lock.
+        One that fails is left to the measurement."""
+
+        def attempt(call: Call) -> None:
+            try:
+                with torch.cuda.device(
+                    -1 if self.device.index is None else self.device
+                ):  # each thread has one of its own
+                    call()
+            except Exception as failure:
+                self.console.print(f"warming up: {failure!r:.500}", style="dim", markup=False)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(attempt, calls))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def compare(
         self,

@@ -6,9 +6,10 @@ and zero points against groups of 128 without.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, partial
 
 import torch
 
@@ -16,6 +17,7 @@ from benchmarks import harness, peers
 from benchmarks.results import Row, geomean
 from benchmarks.timing import copies_past_l2
 from evenshare import QuantizedWeight, quantize, w4a16_matmul
+from evenshare.quant import prepare
 
 USUAL_PEERS = ("cublas", "torch-int4", "humming", "gemlite")
 GROUP_SIZE = 128
@@ -58,9 +60,9 @@ MANY = [Case(n, k, m, speed=MANY_ROWS_SPEED) for n, k in TARGETS for m in MANY_R
 FORMS = [Case(n, k, m, ", forms") for n, k in ((4096, 4096), (28672, 8192)) for m in (1, 16, 64, 128)]
 
 
-@lru_cache(maxsize=1)
+@cache
 def make_weights(n: int, k: int, device: torch.device) -> list[QuantizedWeight]:
-    """Copies of one weight that together pass the L2; each is packed on its own."""
+    """Copies of one weight that together pass the L2; each is packed on its own, and kept: all shapes are a few GB."""
     weight = quantize(torch.randn(n, k, device=device), GROUP_SIZE, scale_dtype=DTYPE)
     return [replace(weight) for _ in range(copies_past_l2(n * k // 2))]
 
@@ -78,6 +80,13 @@ def in_other_forms(weight: QuantizedWeight) -> dict[str, QuantizedWeight]:
     }
     found["asymmetric"] = replace(weight, zeros=torch.full_like(weight.scales, 8, dtype=torch.uint8))
     return found
+
+
+@cache
+def make_forms(n: int, k: int, device: torch.device) -> dict[str, list[QuantizedWeight]]:
+    """Those weights in other forms."""
+    found = [in_other_forms(weight) for weight in make_weights(n, k, device)]
+    return {name: [forms[name] for forms in found] for name in FORM_SPEED}
 
 
 def compare(
@@ -126,14 +135,28 @@ def measure(bench: harness.Bench, case: Case) -> Row:
 
 
 def measure_forms(bench: harness.Bench, case: Case) -> None:
-    weights = make_weights(case.n, case.k, bench.device)
-    others = [in_other_forms(weight) for weight in weights]
-    row = compare(bench, case, weights, {name: [forms[name] for forms in others] for name in FORM_SPEED})
+    shape = case.n, case.k, bench.device
+    row = compare(bench, case, make_weights(*shape), make_forms(*shape))
     for name, speed in FORM_SPEED.items():
         bench.add_speed(row, name, "ours", target=speed)
 
 
+def warm_up(bench: harness.Bench) -> None:
+    """Compile what the largest weight takes; what smaller ones take beside it is little."""
+    wanted = [case for case in (*FEW, *MANY, *FORMS) if bench.wants(case.title)]
+    n, k = max(((case.n, case.k) for case in wanted), key=math.prod, default=(0, 0))
+    calls = []
+    for case in (case for case in wanted if (case.n, case.k) == (n, k)):
+        x = torch.randn(case.m, k, dtype=DTYPE, device=bench.device)
+        weights = make_weights(n, k, bench.device)[:1]
+        if case in FORMS:
+            weights = [found[0] for found in make_forms(n, k, bench.device).values()]
+        calls += [partial(w4a16_matmul, x, prepare(weight, DTYPE)) for weight in weights]
+    bench.warm_up(calls)
+
+
 def fill(bench: harness.Bench) -> None:
+    warm_up(bench)
     leads: list[float] = []
 
     def against_the_best(bench: harness.Bench, case: Case) -> None:

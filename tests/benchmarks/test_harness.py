@@ -6,6 +6,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,20 @@ def test_compare_times_what_is_right(bench: harness.Bench) -> None:
     assert ratio.missed
     assert bench.add_ratio(row, "matmul_bf16_tflop_s").ours == pytest.approx(0.05 / 800)
     assert bench.rows[:2] == [row, ratio]
+
+
+def test_warming_up_calls_all_and_goes_on_after_a_failure(bench: harness.Bench) -> None:
+    called: list[int] = []
+
+    def call(i: int) -> torch.Tensor:
+        if i == 1:
+            raise ValueError("no such tile")
+        called.append(i)
+        return torch.empty(0)
+
+    bench.warm_up([partial(call, i) for i in range(20)])
+    assert sorted(called) == [0, *range(2, 20)]
+    assert "no such tile" in bench.console.export_text()
 
 
 @pytest.mark.parametrize("wrong", [torch.tensor([1.0, 2.1]), torch.tensor([1.0, math.nan])])

@@ -15,6 +15,7 @@ from evenshare.quant.rounding import pack_codes
 def _few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(w4a16, "copies_past_l2", lambda size: 2)
     w4a16.make_weights.cache_clear()
+    w4a16.make_forms.cache_clear()
 
 
 def test_the_reference_is_what_the_codes_mean() -> None:
@@ -86,6 +87,26 @@ def test_fill_summarises_whole_tables_alone(bench: harness.Bench, monkeypatch: p
     w4a16.fill(bench)
     assert [row.case for row in bench.rows] == ["n=64 k=256 m=2"]
     assert bench.failed == []
+
+
+def test_warming_up_calls_all_that_the_largest_weight_takes(
+    bench: harness.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(w4a16, "FEW", [w4a16.Case(n, 256, m) for n in (64, 128) for m in (1, 2)])
+    monkeypatch.setattr(w4a16, "MANY", [w4a16.Case(128, 256, 5)])
+    monkeypatch.setattr(w4a16, "FORMS", [w4a16.Case(128, 256, 1, ", forms")])
+    made: list[torch.Size] = []
+    monkeypatch.setattr(w4a16, "w4a16_matmul", lambda x, weight: made.append((*x.shape, weight.n, weight.group_size)))
+    w4a16.warm_up(bench)
+    assert sorted(made) == sorted(
+        [(m, 256, 128, 128) for m in (1, 2, 5)] + [(1, 256, 128, size) for size in (64, 32, 128)]
+    )
+    bench.only, made[:] = "m=2", []
+    w4a16.warm_up(bench)
+    assert made == [(2, 256, 128, 128)]
+    bench.only = "nothing"
+    w4a16.warm_up(bench)
+    assert len(made) == 1
 
 
 def test_codes_of_torchs_kernel_lie_high_first() -> None:

@@ -21,6 +21,7 @@ __getattr__, __all__ = attach(
         "plan_attention": "attention",
         "profile": "report.profile",
         "quantize": "quant",
+        "scaled_matmul": "gemm",
         "w4a16_matmul": "quant",
     },
 )

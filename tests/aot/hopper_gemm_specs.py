@@ -1,4 +1,4 @@
-"""The fp8 products, as they are launched; a function of `specs.Spec`, as `ops_specs`."""
+"""The fp8 products and those of few rows, as they are launched; a function of `specs.Spec`, as `ops_specs`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from evenshare.device import epilogue
-from evenshare.gemm.kernels import hopper_scaled, scaled_matmul
+from evenshare.gemm.kernels import hopper_scaled, hopper_skinny, scaled_matmul
 
 CODES = {"e4m3": "fp8e4nv", "e5m2": "fp8e5"}
 SCRATCH = {"partials_ptr": "*fp32", "counters_ptr": "*i32", "alpha": "fp32", "beta": "fp32"}
@@ -97,5 +97,37 @@ def hopper_fp8_specs(spec: type, pointers: Callable[..., dict[str, str]]) -> Ite
             unaligned=("stride_scale_a_m", "stride_scale_a_k", "stride_scale_b_k", "stride_scale_b_n"),
             tensor_cores=True,
             known_spills=known_spills,
+            architectures=(90,),
+        )
+
+
+def hopper_skinny_specs(spec: type, pointers: Callable[..., dict[str, str]]) -> Iterator[Any]:
+    """Few rows in 16 bits."""
+    # dtype, rows, strips, stages, k is contiguous in b, activation, output in float32
+    cases = [
+        ("bf16", 8, 1, 12, True, None, False),
+        ("bf16", 8, 2, 6, True, "silu_and_multiply", False),
+        ("bf16", 16, 1, 11, True, "gelu", False),
+        ("fp16", 16, 2, 6, False, None, False),
+        ("bf16", 32, 2, 5, True, None, True),
+        ("fp16", 32, 1, 9, False, "relu", False),
+        ("bf16", 64, 1, 7, False, None, False),
+        ("bf16", 64, 2, 4, True, "silu_and_multiply", False),
+        ("bf16", 64, 2, 4, True, None, False),
+    ]
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    for dtype, rows, strips, stages, k_major, activation, wide in cases:
+        constants = {"B_K_MAJOR": k_major, "ACTIVATION": epilogue.get_activation(activation), "BLOCK_M": rows}
+        constants |= {"GATED": _is_gated(activation), "STRIPS": strips, "STAGES": stages, "num_warps": 4}
+        types = SCRATCH | pointers(dtype, "bias", "residual") | pointers("fp32" if wide else dtype, "out")
+        boxes = {"a": [rows, 64], "b": [64, 64] if k_major else [128, 64]}
+        types |= {name: f"tensordesc<{dtype}{box},{layout!r}>" for name, box in boxes.items()}
+        yield spec(
+            f"hopper skinny {dtype} {rows}x{64 * strips} {'kn'[k_major]} {activation or ''}".strip(),
+            hopper_skinny.matmul,
+            constants,
+            types,
+            ones=("stride_out_n",),
+            tensor_cores=True,
             architectures=(90,),
         )

@@ -21,11 +21,11 @@ from evenshare.quant.kernels import dequantize, dequantize_weight, grouped, hopp
 from evenshare.schedule.kernels import parts, shares
 
 if __package__:
-    from tests.aot.hopper_gemm_specs import hopper_fp8_specs, portable_fp8_specs
+    from tests.aot.hopper_gemm_specs import hopper_fp8_specs, hopper_skinny_specs, portable_fp8_specs
     from tests.aot.ops_specs import ops_specs
     from tests.aot.variant_specs import variant_specs
 else:  # beside the script that compiles them
-    from hopper_gemm_specs import hopper_fp8_specs, portable_fp8_specs
+    from hopper_gemm_specs import hopper_fp8_specs, hopper_skinny_specs, portable_fp8_specs
     from ops_specs import ops_specs
     from variant_specs import variant_specs
 
@@ -707,6 +707,7 @@ def all_specs() -> list[Spec]:
         *hopper_matmul_specs(),
         *portable_fp8_specs(Spec, pointers),
         *hopper_fp8_specs(Spec, pointers),
+        *hopper_skinny_specs(Spec, pointers),
         *attention_specs(),
         *hopper_specs(),
         *decode_specs(),

@@ -21,7 +21,9 @@ from evenshare.schedule.cost_model import CostModel
 from evenshare.schedule.plan import UniformPlan
 
 PANEL = hopper_matmul.PANEL.value  # the k of a step
-FEW_ROWS = 16  # 16 x 4096 x 4096 on an H200: 15 us on the portable kernel, 22 on this one, whose tiles are 64 rows
+FEW_ROWS = (
+    16  # 16 x 4096 x 4096 on an H200: 15 us on the portable kernel, 22 on this one; most of those are `hopper_skinny`'s
+)
 PIECE_BYTES = 16  # what TMA wants addresses and strides to be multiples of
 
 
@@ -72,14 +74,14 @@ def plan_tile(
     unit = area / tile.relative_speed  # of one iteration
     model = CostModel(a=TILE_COST / unit, b=CUT_COST * area**2 / unit, c=1.0, d=MERGE_COST * area**2 / unit)
     shares = choose_shares(model, num_tiles, iters, num_sms)
-    return HopperPlan(tile, shares), _makespan(shares, model) * unit
+    return HopperPlan(tile, shares), makespan(shares, model) * unit
 
 
 def count_tiles(tile: HopperTile, m: int, n: int, gated: bool) -> int:
     return -(-m // tile.block_m) * -(-(2 * n if gated else n) // tile.block_n)
 
 
-def _makespan(shares: UniformPlan, model: CostModel) -> float:
+def makespan(shares: UniformPlan, model: CostModel) -> float:
     """In iterations: of the worker with most to do."""
     workers, iters = shares.num_workers, shares.iters_per_tile
     tail_tiles = shares.num_tiles - shares.num_whole

@@ -33,13 +33,14 @@ def matmul(
     """
     (batch, m, k), n, n_out = a.shape, b.shape[2], out.shape[2]
     if target.capability == HOPPER:
-        from evenshare.gemm import hopper
+        from evenshare.gemm import hopper, hopper_skinny
 
-        if hopper.takes(a, b, target):
-            for i in range(batch):
-                residual = None if epilogue.residual is None else epilogue.residual[i]
-                hopper.matmul(a[i], b[i], epilogue._replace(residual=residual), out[i], target)
-            return
+        for kernel in (hopper_skinny, hopper):
+            if kernel.takes(a, b, target):
+                for i in range(batch):
+                    residual = None if epilogue.residual is None else epilogue.residual[i]
+                    kernel.matmul(a[i], b[i], epilogue._replace(residual=residual), out[i], target)
+                return
     # Of a gated product each half of b has to begin at a multiple of 16.
     aligned = loads_vectors(a[0]) and loads_vectors(b[0] if n == n_out else b[0, :, :n_out])
     aligned = aligned and (batch == 1 or (a.stride(0) % 16 == 0 and b.stride(0) % 16 == 0))
@@ -155,6 +156,12 @@ def grouped_matmul(
 
     w and bias may be those of the groups from first_group on alone: then rows of other groups stay as they are."""
     (num_here, k, n), (num_out_rows, n_out), num_groups = w.shape, out.shape, offsets.shape[0] - 1
+    if target.capability == HOPPER and gather is None and scatter is None:
+        from evenshare.gemm import hopper_grouped
+
+        if hopper_grouped.refusal(x, w, num_groups, target) is None:
+            hopper_grouped.matmul(x, w, offsets.contiguous(), bias, activation, out, target, first_group)
+            return
     aligned = loads_vectors(x) and w.stride(0) % 16 == 0 and loads_vectors(w[0] if n == n_out else w[0][:, :n_out])
     tile, num_workers = plan_grouped(m, num_groups, n, k, x.element_size(), target.num_sms, aligned, target.interpreted)
     workspace = stream_workspace(2 * num_workers * tile.block_m * tile.block_n, 2 * num_workers, x.device)

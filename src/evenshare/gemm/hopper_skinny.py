@@ -1,0 +1,152 @@
+"""The Hopper kernel's side of a product of few rows: which ones it takes, its tiles and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from evenshare.device.activations import is_gated
+from evenshare.device.epilogue import get_activation
+from evenshare.device.launcher import Box, Launch, get_launcher
+from evenshare.device.target import HOPPER, Target
+from evenshare.device.workspace import stream_workspace
+from evenshare.gemm.epilogue import Epilogue
+from evenshare.gemm.hopper import major, makespan
+from evenshare.gemm.kernels import hopper_skinny
+from evenshare.gemm.plan import choose_shares
+from evenshare.schedule.cost_model import CostModel
+from evenshare.schedule.plan import UniformPlan
+
+PANEL, STEP, STRIP = (c.value for c in (hopper_skinny.PANEL, hopper_skinny.STEP, hopper_skinny.STRIP))
+BLOCK_M = (8, 16, 32, 64)  # rows of a: as few as hold them
+SHARED_BYTES = (227 << 10) - 2048  # of an SM, less barriers and alignment
+
+
+@dataclass(frozen=True)
+class SkinnyTile:
+    block_m: int
+    strips: int  # of 64 columns of b
+
+    @property
+    def num_stages(self) -> int:
+        """All of shared memory holds steps."""
+        return SHARED_BYTES // (2 * STEP * (self.strips * STRIP + self.block_m))
+
+    @property
+    def partial_elements(self) -> int:
+        return self.strips * STRIP * self.block_m
+
+
+@dataclass(frozen=True)
+class SkinnyPlan:
+    tile: SkinnyTile
+    shares: UniformPlan
+
+
+def cost_model(tile: SkinnyTile) -> CostModel:
+    """In microseconds of an H200, estimated: an SM's share of the memory's speed is 35 KB a microsecond; a tile ends with an
+    epilogue; a partial is stored, counted and read across the L2."""
+    step = 2 * STEP * tile.strips * STRIP / 35e3
+    partial = 4 * tile.partial_elements / 35e3
+    return CostModel(a=0.5, b=1.0 + partial, c=step, d=0.2 + partial)
+
+
+@lru_cache(maxsize=4096)
+def plan_matmul(m: int, n: int, k: int, gated: bool, num_sms: int) -> SkinnyPlan:
+    """Tile and shares of out [m, n], m at most 64; a pure function."""
+    block_m = next(size for size in BLOCK_M if m <= size)
+    found = []
+    for strips in (2,) if gated else (1, 2):
+        tile = SkinnyTile(block_m, strips)
+        model = cost_model(tile)
+        num_tiles = -(-n // (STRIP if gated else strips * STRIP))
+        shares = choose_shares(model, num_tiles, -(-k // STEP), num_sms)
+        found.append((makespan(shares, model), SkinnyPlan(tile, shares)))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def refusal(a: torch.Tensor, b: torch.Tensor, target: Target) -> str | None:
+    """Why this product runs on another kernel instead, or None."""
+    if target.capability != HOPPER:
+        return "the kernel is for compute capability 9.0"
+    if a.dtype not in (torch.float16, torch.bfloat16):
+        return "the kernel takes 16-bit operands"
+    if a.shape[1] == 0:
+        return "there is nothing to multiply"
+    if a.shape[0] > BLOCK_M[-1]:
+        return f"the kernel takes up to {BLOCK_M[-1]} rows"
+    if major(a) != 1:
+        return "a has no contiguous rows of whole 16 bytes"
+    if major(b) is None:
+        return "b has no dimension of stride 1 beside one of whole 16 bytes"
+    return None
+
+
+def takes(a: torch.Tensor, b: torch.Tensor, target: Target) -> bool:
+    """Whether the products of a batch, a [batch, m, k] and b [batch, k, n], come here, one by one: where each fills the GPU."""
+    fills = -(-b.shape[2] // STRIP) >= target.num_sms
+    return (a.shape[0] == 1 or fills) and refusal(a[0], b[0], target) is None
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, out: torch.Tensor, target: Target) -> None:
+    """As `launch.matmul` for one product that `refusal` does not refuse."""
+    bias, activation, residual, alpha, beta = epilogue
+    (m, n), k = out.shape, a.shape[1]
+    plan = plan_matmul(m, n, k, is_gated(activation), target.num_sms)
+    b_k_major = major(b) == 0
+    b = b.t() if b_k_major else b
+    launch = _bind(
+        hopper_skinny.matmul,
+        plan,
+        activation,
+        b_k_major,
+        a.device,
+        (m, n, k),
+        (float(alpha), float(beta)),
+        (a.stride(0), b.stride(0), *out.stride(), *((0, 0) if residual is None else residual.stride())),
+    )
+    shares = plan.shares
+    workspace = stream_workspace(shares.max_slots * plan.tile.partial_elements, shares.max_counters, a.device)
+    bias = None if bias is None else bias.contiguous()
+    launch(a, b, out, bias, residual, workspace.partials, workspace.counters)
+
+
+@lru_cache(maxsize=4096)
+def _bind(
+    kernel: Any,
+    plan: SkinnyPlan,
+    activation: str | None,
+    b_k_major: bool,
+    device: torch.device,
+    sizes: tuple[int, int, int],
+    factors: tuple[float, float],
+    strides: tuple[int, ...],
+) -> Launch:
+    """A launch for every product of these sizes and strides; its arguments are the tensors."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    (m, n, k), gated = sizes, is_gated(activation)
+    tile, shares = plan.tile, plan.shares
+    columns = 2 * n if gated else n
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    of_b = ((columns, k), (STRIP, PANEL)) if b_k_major else ((k, columns), (STEP, STRIP))
+    boxes = {
+        0: Box((m, k), (strides[0], 1), (tile.block_m, PANEL), layout),
+        1: Box(of_b[0], (strides[1], 1), of_b[1], layout),
+    }
+    launcher = get_launcher(
+        kernel,
+        7,
+        B_K_MAJOR=b_k_major,
+        ACTIVATION=get_activation(activation),
+        GATED=gated,
+        STRIPS=tile.strips,
+        BLOCK_M=tile.block_m,
+        STAGES=tile.num_stages,
+        num_warps=4,
+    )
+    plan_arguments = (shares.num_workers, shares.num_tiles, shares.iters_per_tile, shares.num_whole)
+    return launcher.bind(device, (shares.num_workers,), (*factors, m, n, *strides[2:], *plan_arguments), boxes)

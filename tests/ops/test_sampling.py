@@ -223,3 +223,160 @@ def test_empty(place: Place) -> None:
         nothing.reshape(0, 2, 25), ids, torch.empty(0, 3, 25, device=device), backend=backend
     )
     assert tokens.shape == (0, 3)
+
+
+def speculative_oracle(draft: torch.Tensor, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Probability of each first token, the drafts being given: [vocab]."""
+    p, q, drafted = draft[0].double(), target[0].double(), int(ids[0])
+    accept = min(1.0, float(q[drafted] / p[drafted])) if p[drafted] > 0 else float(q[drafted] > 0)
+    rest = (q - p).clamp(min=0)
+    want = (1 - accept) * rest / rest.sum().clamp(min=1e-30)
+    want[drafted] += accept
+    return want
+
+
+def test_speculative_first_tokens_follow_the_target(place: Place) -> None:
+    device, backend = place
+    interpreted = (device.type, backend) == ("cpu", "triton")
+    draft, target = distinct_rows(2, 12), distinct_rows(3, 12)
+    rows = 24 if interpreted else 20000
+    drafts = torch.multinomial(draft, rows, replacement=True).T.int()
+    tokens, accepted, emitted = speculative_sample(
+        draft.expand(rows, 2, 12).to(device),
+        drafts.to(device),
+        target.expand(rows, 3, 12).to(device),
+        seed=2,
+        backend=backend,
+    )
+    tokens, accepted, emitted = tokens.cpu(), accepted.cpu(), emitted.cpu()
+    place_of = torch.arange(3)
+    assert ((tokens == -1) == (place_of > emitted[:, None])).all()
+    assert torch.equal(
+        tokens[:, :2].where(place_of[:2] < emitted[:, None], -1), drafts.where(place_of[:2] < emitted[:, None], -1)
+    )
+    assert (emitted <= accepted).all()
+    assert (accepted <= 2).all()
+    if interpreted:
+        return
+    # Whatever was drafted, each emitted token is one of the target, given that the ones before it were accepted.
+    statistic, bound = chi_square(tokens[:, 0], target[0])
+    assert statistic < bound
+    statistic, bound = chi_square(tokens[emitted >= 1, 1], target[1])
+    assert statistic < bound
+    statistic, bound = chi_square(tokens[emitted == 2, 2], target[2])
+    assert statistic < bound
+    for drafted in range(3):  # and given the draft, accepted or drawn from what is left
+        chosen = drafts[:, 0] == drafted
+        statistic, bound = chi_square(tokens[chosen, 0], speculative_oracle(draft, torch.tensor([drafted]), target))
+        assert statistic < bound
+
+
+def test_speculative_edges(place: Place) -> None:
+    device, backend = place
+    certain = torch.eye(4, device=device).half()
+    draft = torch.stack([certain[:3]] * 5)
+    target = torch.stack([certain, certain[[0, 3, 2, 1]], certain[[3, 2, 1, 0]], certain, certain])
+    ids = torch.tensor([[0, 1, 2], [0, 1, 2], [0, 1, 2], [0, -1, 2], [7, 1, 2]], device=device)
+    counts = torch.full((2, 5), 10, dtype=torch.int32, device=device)
+    tokens, accepted, emitted = speculative_sample(
+        draft, ids, target, num_accepted=counts[0], num_emitted=counts[1], seed=0, backend=backend
+    )
+    # An unknown draft is refused. Where nothing is left of the difference, the target's likeliest token is drawn.
+    assert tokens.tolist() == [[0, 1, 2, 3], [0, 3, -1, -1], [3, -1, -1, -1], [0, 1, -1, -1], [0, -1, -1, -1]]
+    assert (accepted - 10).tolist() == [3, 2, 0, 2, 2]
+    assert (emitted - 10).tolist() == [3, 1, 0, 1, 0]
+    assert accepted.data_ptr() == counts[0].data_ptr()
+    none = torch.empty(5, 0, dtype=torch.int64, device=device)
+    tokens, accepted, _ = speculative_sample(draft[:, :0], none, target[:, 1:2], seed=0, backend=backend)
+    assert tokens.tolist() == [[1], [3], [2], [1], [1]]
+    assert accepted.tolist() == [0] * 5
+
+
+X, K = torch.ones(2, 8), torch.ones(2, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: sample_from_probs([1]), TypeError, "probs: got list, want a tensor"),
+        (lambda: sample_from_probs(X[0]), ValueError, r"probs: got shape \(8,\), want \[rows, vocab\]"),
+        (lambda: sample_from_probs(X[:, :0]), ValueError, r"probs: got shape \(2, 0\), want one token or more"),
+        (lambda: sample_from_logits(X.int()), TypeError, "logits: got dtype torch.int32"),
+        (lambda: sample_from_probs(X, top_k=0), ValueError, "top_k: got 0, want a whole number above 0"),
+        (lambda: sample_from_probs(X, top_k=1.5), ValueError, r"top_k: got 1.5"),
+        (lambda: sample_from_probs(X, top_k=K.float()), TypeError, "top_k: got dtype torch.float32"),
+        (lambda: sample_from_probs(X, top_k=K[:1]), ValueError, r"top_k: got shape \(1,\), want \[2\]"),
+        (lambda: sample_from_probs(X, top_p=1.1), ValueError, r"top_p: got 1.1, want a number from 0 to 1"),
+        (lambda: sample_from_probs(X, top_p=float("nan")), ValueError, "top_p: got nan"),
+        (lambda: sample_from_probs(X, top_p=K), TypeError, "top_p: got dtype torch.int32, want torch.float32"),
+        (lambda: sample_from_probs(X, min_p=-0.1), ValueError, r"min_p: got -0.1"),
+        (lambda: sample_from_probs(X, min_p="a"), TypeError, "min_p: got str"),
+        (lambda: sample_from_logits(X, -1.0), ValueError, r"temperature: got -1.0, want a finite number"),
+        (lambda: sample_from_probs(X, filter_order="both"), ValueError, "filter_order: got 'both', want one of joint"),
+        (
+            lambda: sample_from_probs(X, indices=torch.tensor([2])),
+            ValueError,
+            r"indices: got \[2\], want rows of probs",
+        ),
+        (lambda: sample_from_probs(X, indices=X), TypeError, "indices: got dtype torch.float32"),
+        (lambda: sample_from_probs(X, offset=1), ValueError, "offset: got one without a seed"),
+        (lambda: sample_from_probs(X, seed=1.0), TypeError, "seed: got float"),
+        (lambda: sample_from_probs(X, seed=K), ValueError, r"seed: got torch.int32 \(2,\)"),
+        (lambda: sample_from_probs(X, generator=1), TypeError, "generator: got int"),
+        (lambda: sample_from_probs(X, backend="x"), ValueError, "backend: got 'x'"),
+        (lambda: softmax(X, K), TypeError, "temperature: got dtype torch.int32"),
+        (lambda: softmax(X, out=X.half()), TypeError, r"out: got dtype torch.float16"),
+        (lambda: renormalize_probs(X, out=X[:1]), ValueError, r"out: got shape \(1, 8\)"),
+        (lambda: mask_logits(X, 0), ValueError, "top_k: got 0"),
+        (lambda: speculative_sample(X, K, X), ValueError, r"draft_probs: got shape \(2, 8\), want \[rows, n, vocab\]"),
+        (lambda: speculative_sample(X[None], K[None], X[None]), ValueError, r"target_probs: got shape \(1, 2, 8\)"),
+    ],
+)
+def test_errors_name_the_argument(call: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+@pytest.mark.gpu
+def test_large_rows_and_offsets_past_32_bits() -> None:
+    width, stride = 262144, 1 << 24
+    storage = torch.zeros(stride * 160 + width, dtype=torch.float16, device="cuda")
+    logits = storage.as_strided((161, width), (stride, 1))
+    logits.copy_(torch.randn(161, width) * 3)
+    for filters in ({}, {"top_k": 50, "top_p": 0.9, "filter_order": "top_k_first"}, {"min_p": 0.01}):
+        want = sample_from_logits(logits.cpu(), seed=1, **filters)
+        got = sample_from_logits(logits, seed=1, **filters)
+        assert (got.cpu() == want).float().mean() > 0.97  # a sum's rounding may move the last token that top-p keeps
+
+
+@pytest.mark.gpu
+def test_neither_syncs_nor_needs_the_same_numbers_in_a_graph() -> None:
+    logits = torch.randn(8, 1000, device="cuda")
+    k, p, seed = (
+        torch.full((8,), 40, device="cuda"),
+        torch.full((8,), 0.9, device="cuda"),
+        torch.tensor([1], device="cuda"),
+    )
+
+    def draw(**state: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return sample_from_logits(logits, 0.7, top_k=k, top_p=p, return_valid=True, **state)  # type: ignore[return-value]
+
+    draw(), draw(seed=seed)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        draw()
+        draw(seed=3, offset=4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        given, _ = draw(seed=seed)
+        own, _ = draw()
+    seen = set()
+    for number in (5, 6):
+        seed.fill_(number)
+        graph.replay()
+        assert torch.equal(given, draw(seed=number)[0])
+        seen.add(tuple(own.tolist()))
+    assert len(seen) == 2  # torch's generator moves on between replays

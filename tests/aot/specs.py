@@ -15,7 +15,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from evenshare.attention.kernels import forward, hopper_decode, hopper_decode_fp8, hopper_prefill, merge, tile_table
 from evenshare.device import epilogue
 from evenshare.gemm.kernels import grouped as grouped_matmul
-from evenshare.gemm.kernels import hopper_matmul, matmul
+from evenshare.gemm.kernels import hopper_grouped, hopper_matmul, matmul, row_tiles
 from evenshare.ops.kernels import append
 from evenshare.quant.kernels import dequantize, dequantize_weight, grouped, hopper_w4a16, w4a16
 from evenshare.schedule.kernels import parts, shares
@@ -220,6 +220,48 @@ def hopper_matmul_specs() -> Iterator[Spec]:
             known_spills=known_spills,
             architectures=(90,),
         )
+
+
+def hopper_grouped_specs() -> Iterator[Spec]:
+    """Grouped GEMM in Gluon, and the table of its row tiles."""
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    # dtype, block n, stages, activation (with it, a bias), output by TMA, known spills
+    cases = [
+        ("bf16", 256, 3, None, True, 0),
+        ("bf16", 256, 3, "silu_and_multiply", True, 0),
+        ("fp16", 128, 5, None, True, 0),
+        ("bf16", 128, 5, "silu_and_multiply", False, 0),
+    ]
+    for dtype, block_n, stages, activation, by_tma, known_spills in cases:
+        gated = activation == "silu_and_multiply"
+        columns = block_n // 2 if gated else block_n
+        constants: dict[str, Any] = {"BLOCK_N": block_n, "STAGES": stages, "GATED": gated, "num_warps": 4}
+        constants |= {"ACTIVATION": epilogue.get_activation(activation)}
+        types = pointers(dtype, "out", "bias") | pointers("fp32", "partials") | pointers("i32", "counters", "table")
+        boxes = {"a": [64, 64], "b": [columns, 64]} | ({"out": [64, columns]} if by_tma else {})
+        types |= {name: f"tensordesc<{dtype}{box},{layout!r}>" for name, box in boxes.items()}
+        if not by_tma:
+            constants["out"] = None
+        if activation is None:
+            del types["bias_ptr"]
+            constants["bias_ptr"] = None
+        yield Spec(
+            f"hopper grouped gemm {dtype} 128x{block_n} {activation or ''}".strip(),
+            hopper_grouped.grouped_matmul,
+            constants,
+            types,
+            ones=("stride_out_n",),
+            tensor_cores=True,
+            known_spills=known_spills,
+            architectures=(90,),
+        )
+    yield Spec(
+        "row tiles",
+        row_tiles.row_tiles,
+        {"BLOCK_M": 128, "GROUPS": 256, "TILES": 16},
+        pointers("i32", "offsets", "table") | pointers("bf16", "out"),
+        ("stride_out_n",),
+    )
 
 
 def w4a16_specs() -> Iterator[Spec]:
@@ -701,9 +743,10 @@ def all_specs() -> list[Spec]:
         *gemm_specs(),
         *w4a16_specs(),
         *grouped_specs(),
-        *hopper_w4a16_specs(),
         *dequantize_specs(),
+        *hopper_w4a16_specs(),
         *grouped_matmul_specs(),
+        *hopper_grouped_specs(),
         *hopper_matmul_specs(),
         *portable_fp8_specs(Spec, pointers),
         *hopper_fp8_specs(Spec, pointers),

@@ -88,12 +88,14 @@ class RowParallelLinear(nn.Module):
         linear: nn.Linear | QuantLinear,
         *,
         unit: int = 1,
+        inputs: range | None = None,
         reduce: str = "all",
         num_chunks: int = 1,
         group: Group = None,
     ) -> None:
         """linear: the whole layer, or one whose weight is a DTensor with Shard(1).
         unit: inputs that stay together, as of the layer before; a multiple of a quantised weight's group size keeps groups whole.
+        inputs: the columns of W, instead of an even share: those of a rank's heads, say (`HeadShare.rows`).
         num_chunks: the rows of x go in so many chunks, one being reduced while the next is computed; for prefill.
         """
         super().__init__()
@@ -103,7 +105,7 @@ class RowParallelLinear(nn.Module):
             raise ValueError(f"num_chunks: got {num_chunks} with reduce={reduce!r}, want 1, or more with reduce='all'")
         self.ranks = ranks = find_ranks(group)
         self.reduce, self.num_chunks = reduce, num_chunks
-        share = even_share(_shape(linear)[1], ranks.rank, ranks.size, unit)
+        share = even_share(_shape(linear)[1], ranks.rank, ranks.size, unit) if inputs is None else inputs
         bias = linear.bias if ranks.rank == 0 else None
         self.local = _replace(linear, 1, [share], None if bias is None else _whole(bias))
 

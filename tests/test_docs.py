@@ -34,7 +34,9 @@ def test_links_to_files_exist(page: Path) -> None:
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
-@pytest.mark.parametrize("package", ["", ".attention", ".attention.variants", ".distributed", ".gemm", ".ops", ".quant", ".schedule"])
+@pytest.mark.parametrize(
+    "package", ["", ".attention", ".attention.variants", ".distributed", ".gemm", ".ops", ".quant", ".schedule"]
+)
 def test_the_api_reference_has_every_public_name(package: str) -> None:
     listed = re.findall(r"^\.\. auto\w+:: [\w.]+\.(\w+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     missing = set(importlib.import_module(f"evenshare{package}").__all__) - set(listed)

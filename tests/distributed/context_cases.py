@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from evenshare.distributed import RoundRobin, deal_pages, plan_context_attention
 from evenshare.distributed.placement import Placement
+from evenshare.distributed.ranks import Ranks
 from tests.attention.helpers import Batch, int32, low_precision, oracle, random_batch
 from tests.distributed.spawn import Case, Place
 
@@ -30,16 +32,16 @@ def to_local_pages(
     batch: Batch, placement: Placement, place: Place, dtype: torch.dtype, kv_layout: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(K pages, V pages, block table) of a rank, in random order and side by side in one storage; what is no key is NaN."""
-    lens = torch.tensor(batch.kv_lens)
+    lens = torch.tensor(batch.kv_lens, dtype=torch.int64)
     request = torch.arange(len(lens)).repeat_interleave(lens)
-    position = torch.cat([torch.arange(n) for n in batch.kv_lens])
+    position = torch.cat([torch.arange(n) for n in (*batch.kv_lens, 0)])
     owner, local = placement.locate(position, request)
     counts = placement.count(lens, place.rank)
     own = owner == place.rank
     assert torch.equal(torch.bincount(request[own], minlength=len(lens)), counts)
     columns = (-(-counts // PAGE)).tolist()
-    ids = torch.randperm(sum(columns)).split(columns)
-    table = torch.full((len(lens), max(columns)), 2**31 - 1)
+    ids = torch.randperm(sum(columns)).split(columns) if columns else ()
+    table = torch.full((len(lens), max(columns, default=0)), 2**31 - 1)
     for r, pages in enumerate(ids):
         table[r, : len(pages)] = pages
     page = table[request[own], local[own] // PAGE]
@@ -83,20 +85,19 @@ def check(
     window_left: int = -1,
     on_device: bool = False,
     grown: int = 0,
+    dtypes: tuple[torch.dtype, ...] = (),
     **options: Any,
 ) -> None:
     """One batch in every dtype. grown: keys by which requests grow after the plan is made, which is then updated."""
-    for dtype in place.dtypes:
+    for dtype in dtypes or place.dtypes:
         qo_lens, kv_lens = lengths
         torch.manual_seed(0)  # the same batch on every rank
         batch = random_batch(qo_lens, [n + grown if n else 0 for n in kv_lens], heads, 32)
         where = place.device if on_device else torch.device("cpu")
-        dealt = PLACEMENTS[placement](torch.tensor(kv_lens), place.size)
+        dealt = PLACEMENTS[placement](torch.tensor(kv_lens, dtype=torch.int64), place.size)
         k, v, table = to_local_pages(batch, dealt, place, dtype, kv_layout)
-        if place.device.type == "cuda" and on_device:
-            dealt = RoundRobin(PAGE, place.size)
         lens = torch.tensor(kv_lens, dtype=torch.int32, device=where)
-        decode = max(qo_lens) == 1 == min(qo_lens)
+        decode = set(qo_lens) <= {1}
         plan = plan_context_attention(
             placement=dealt,
             block_table=table.to(where),
@@ -109,7 +110,7 @@ def check(
             window_left=window_left,
             output=output,
             kv_layout=kv_layout,
-            max_q_len=max(qo_lens),
+            max_q_len=max(qo_lens, default=1),
             max_q_rows=sum(qo_lens),
             device=place.device,
             **options,
@@ -123,6 +124,9 @@ def check(
         again, lse_again = plan.run(q, k, v, return_lse=True)
         assert torch.equal(out, again)
         assert torch.equal(lse, lse_again)
+        if output == "all":
+            for other in Ranks(dist.group.WORLD, place.rank, place.size).gather(out[None], "results"):
+                assert torch.equal(other, out)
         cut, rows = slice(None), slice(None)
         if output == "heads":
             share = heads[0] // place.size
@@ -169,6 +173,16 @@ CASES: dict[str, Case] = {
     "requests grow, append": partial(check, grown=3, lengths=APPEND),
     "requests grow, window": partial(check, grown=3, lengths=APPEND, window_left=5),
     "exchange, then gather": check_two_steps,
+    "no tokens": partial(check, lengths=([0, 0], [5, 0])),
+    "no requests": partial(check, lengths=([], [])),
+    **{
+        f"portable kernels, {name}": partial(check, backend="triton", dtypes=(torch.float32,), heads=(4, 2), **case)
+        for name, case in {
+            "decode": {"planner": "device"},
+            "append": {"lengths": ([3, 1, 2], [13, 1, 9])},
+            "window": {"lengths": ([3, 1, 2], [13, 1, 9]), "window_left": 5, "planner": "device"},
+        }.items()
+    },
     "metadata on the device": partial(check, lengths=APPEND, on_device=True),
     "metadata on the device, window": partial(check, lengths=APPEND, on_device=True, window_left=5),
 }

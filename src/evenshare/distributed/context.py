@@ -51,9 +51,8 @@ class ContextPlan:
         self._shared: AttentionPlan | None = None
         self._rows: AttentionPlan | None = None
         self._ratio = 0  # of the cache that the rows' lists were made for; 0: they are to be made again
-        apart = (
-            window_left + 1 if window_left >= 0 else max_q_len - 1
-        )  # keys that a row sees apart from others, at most
+        # Keys that a row sees apart from others, at most.
+        apart = window_left + 1 if window_left >= 0 else max(max_q_len - 1, 0)
         self._width = min(placement.max_count(apart), self._table.shape[1] * placement.page_size)
         if window_left < 0:
             self._shared_lens = self._count_shared()

@@ -43,14 +43,16 @@ class Ranks:
         """[n, ...] of every rank, contiguous -> [num_ranks * n, ...], in the order of ranks."""
         found = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
         with self.talking(about):
-            _all_gather(found, tensor, group=self.group)
+            if found.numel():
+                _all_gather(found, tensor, group=self.group)
         return found
 
     def exchange(self, tensor: torch.Tensor, about: str) -> torch.Tensor:
         """Contiguous [num_ranks * n, ...], n rows for every rank -> as many, n of every rank, in the order of ranks."""
         found = torch.empty_like(tensor)
         with self.talking(about):
-            dist.all_to_all_single(found, tensor, group=self.group)
+            if found.numel():
+                dist.all_to_all_single(found, tensor, group=self.group)
         return found
 
 

@@ -32,26 +32,21 @@ class States:
     o: torch.Tensor  # [n, H, D], a view
     lse: torch.Tensor  # float32 [n, H], a view
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        n, num_heads, dim = self.o.shape
-        return n, num_heads, dim
-
 
 def new_states(
     n: int, num_heads: int, dim: int, dtype: torch.dtype, device: torch.device, ranks: Ranks, output: str
 ) -> States:
     """Uninitialised; rows in the order in which `combine` for that output cuts them."""
     row_bytes = -(-(dim * dtype.itemsize + 4) // 16) * 16
-    heads_first = output == "heads"
     if output == "tokens":
         count = -(-n // ranks.size) * ranks.size * num_heads
     else:
         count = -(-n * num_heads // ranks.size) * ranks.size
     rows = torch.empty(count, row_bytes, dtype=torch.uint8, device=device)
     rows[n * num_heads :].zero_()  # padding
-    o, lse = _split(rows[: n * num_heads].view((num_heads, n, -1) if heads_first else (n, num_heads, -1)), dim, dtype)
-    return States(rows, o.transpose(0, 1), lse.transpose(0, 1)) if heads_first else States(rows, o, lse)
+    shape = (num_heads, n) if output == "heads" else (n, num_heads)
+    o, lse = _split(rows[: n * num_heads].view(*shape, row_bytes), dim, dtype)
+    return States(rows, o.transpose(0, 1), lse.transpose(0, 1)) if output == "heads" else States(rows, o, lse)
 
 
 def combine(states: States, ranks: Ranks, output: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,22 +55,22 @@ def combine(states: States, ranks: Ranks, output: str) -> tuple[torch.Tensor, to
     Returns (o, lse): for "all" o [n, H, D] on every rank; for "heads" [n, H / num_ranks, D], a rank's share of the heads; for
     "tokens" [ceil(n / num_ranks), H, D], a rank's share of the tokens (past the last one zeros).
     """
-    n, num_heads, dim = states.shape
-    dtype, size = states.o.dtype, ranks.size
+    n, num_heads, dim = states.o.shape
+    (count, row_bytes), dtype, size = states.rows.shape, states.o.dtype, ranks.size
     if size == 1:
         return states.o.contiguous(), states.lse.contiguous()
     if output == "all" and states.rows.numel() * size <= ONE_STEP_BYTES:
-        found = ranks.gather(states.rows, "attention states").view(size, *states.rows.shape)
-        return _merge(found[:, : n * num_heads].view(size, n, num_heads, -1), dim, dtype)
-    found = ranks.exchange(states.rows, "attention states").view(size, -1, states.rows.shape[1])
+        found = ranks.gather(states.rows, "attention states").view(size, count, row_bytes)
+        return _merge(found[:, : n * num_heads].view(size, n, num_heads, row_bytes), dim, dtype)
+    found = ranks.exchange(states.rows, "attention states").view(size, count // size, row_bytes)
     if output == "heads":
-        return _merge(found.view(size, num_heads // size, n, -1).transpose(1, 2), dim, dtype)
+        return _merge(found.view(size, num_heads // size, n, row_bytes).transpose(1, 2), dim, dtype)
     if output == "tokens":
-        return _merge(found.view(size, -1, num_heads, found.shape[2]), dim, dtype)
+        return _merge(found.view(size, count // size // num_heads, num_heads, row_bytes), dim, dtype)
     merged = torch.empty_like(found[0])
     _merge(found.unsqueeze(2), dim, dtype, *_split(merged.unsqueeze(1), dim, dtype))
     rows = ranks.gather(merged, "merged attention states")
-    o, lse = _split(rows[: n * num_heads].view(n, num_heads, -1), dim, dtype)
+    o, lse = _split(rows[: n * num_heads].view(n, num_heads, row_bytes), dim, dtype)
     return o.contiguous(), lse.contiguous()
 
 

@@ -24,6 +24,7 @@ class TokenLayout:
     begin: torch.Tensor  # int64 [num_ranks, B, 2], on the host
     end: torch.Tensor
     starts: torch.Tensor  # int64 [B], of the requests in the whole batch
+    cut: torch.Tensor  # bool [B]: requests of which several ranks have tokens
 
     @property
     def lens(self) -> torch.Tensor:
@@ -36,13 +37,25 @@ class TokenLayout:
 
     def positions(self, rank: int) -> torch.Tensor:
         """int64 [count]: of a rank's tokens, each in its request, in the order in which the rank holds them."""
-        lens = self.lens[rank].flatten()
-        first = self.begin[rank].flatten() - (lens.cumsum(0) - lens)
-        return torch.arange(int(lens.sum())) + first.repeat_interleave(lens)
+        return ranges(self.begin[rank].flatten(), self.lens[rank].flatten())
 
     def tokens(self, rank: int) -> torch.Tensor:
         """int64 [count]: the same tokens as rows of the whole batch."""
         return self.positions(rank) + self.starts.repeat_interleave(self.lens[rank].sum(1))
+
+    def shared(self, rank: int) -> torch.Tensor:
+        """bool [count]: whether a token is of a request that was cut, so that other ranks want its key."""
+        return self.cut.repeat_interleave(self.lens[rank].sum(1))
+
+
+def ranges(begin: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    """The numbers begin[i], begin[i] + 1, ..., lens[i] of them, for every i."""
+    return torch.arange(int(lens.sum())) + (begin - (lens.cumsum(0) - lens)).repeat_interleave(lens)
+
+
+def indptr_of(lens: torch.Tensor) -> torch.Tensor:
+    """int32: 0 and the prefix sums of lens, flattened."""
+    return torch.nn.functional.pad(lens.flatten().cumsum(0), (1, 0)).int()
 
 
 def lay_out(indptr: torch.Tensor, num_ranks: int, *, zigzag: bool, row_cost: int, min_chunk: int) -> TokenLayout:
@@ -60,7 +73,7 @@ def lay_out(indptr: torch.Tensor, num_ranks: int, *, zigzag: bool, row_cost: int
     begin[:, whole], end[:, whole] = 0, 0
     short = whole.nonzero()[:, 0]
     end[_deal(lens[short], num_ranks, row_cost), short, 0] = lens[short]
-    return TokenLayout(begin, end, indptr[:-1])
+    return TokenLayout(begin, end, indptr[:-1], ~whole)
 
 
 def _deal(lens: torch.Tensor, num_ranks: int, row_cost: int) -> torch.Tensor:

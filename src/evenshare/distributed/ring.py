@@ -14,7 +14,6 @@ and attention is that of a plain ragged batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,10 +23,12 @@ import torch.distributed as dist
 
 from evenshare.attention import AttentionPlan, merge_state, plan_attention
 from evenshare.device.checks import check_is_tensor
-from evenshare.distributed.layout import TokenLayout, lay_out
+from evenshare.distributed.halo import Halo
+from evenshare.distributed.layout import TokenLayout, indptr_of, lay_out
 from evenshare.distributed.ranks import Group, Ranks, find_ranks
 
 MIN_CHUNK = 128  # tokens: a row tile of the prefill kernels; below that a cut makes tiles emptier, not fewer
+ABOUT = "keys on their way round the ring"
 Planner = Callable[..., AttentionPlan]
 
 
@@ -48,12 +49,16 @@ class RingPlan:
         self.num_tokens = layout.count(ranks.rank)
         self.tokens = layout.tokens(ranks.rank).to(device)
         self.positions = layout.positions(ranks.rank).to(device)
-        self._halo: _Halo | None = None
+        self._halo: Halo | None = None
         if window_left >= 0:
-            self._halo = _Halo(layout, ranks, window_left, device)
-            self._steps = [self._halo.plan(partial(plan, causal=True, window_left=window_left))]
+            self._halo = halo = Halo(layout, ranks, window_left, device)
+            lens = {"qo_indptr": indptr_of(halo.qo_lens), "kv_indptr": indptr_of(halo.kv_lens)}
+            self._steps = [plan(causal=True, window_left=window_left, **lens)]
         else:
             self._steps = _plan_steps(layout, ranks, causal, plan)
+            shared = layout.shared(ranks.rank)
+            self._shared = None if shared.all() else shared.nonzero()[:, 0].to(device)
+            self._counts = [int(layout.shared(rank).sum()) for rank in range(ranks.size)]
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False) -> Any:
         """q [num_tokens, Hq, D], k [num_tokens, Hkv, D], v [num_tokens, Hkv, Dv]: this rank's tokens, in the order of `tokens`.
@@ -89,47 +94,49 @@ class RingPlan:
 
     def _go_round(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """States of all steps, merged in float32 in the order of steps."""
-        held = [k.contiguous(), v.contiguous()]
-        o = lse = None
-        for step, plan in enumerate(self._steps):
-            last = step == len(self._steps) - 1
-            with self.ranks.talking("keys on their way round the ring"):
-                coming, works = (held, []) if last else self._pass_on(held, step)
-            if o is None or lse is None:
-                o, lse = plan.run(q, *held, return_lse=True)
-                o = o if last else o.float()
-            else:
-                o_step, lse_step = plan.run(q, *held, return_lse=True)
-                merge_state(o, lse, o_step.float(), lse_step, math.e, out=o, lse_out=lse)
-            with self.ranks.talking("keys on their way round the ring"):
-                for work in works:
-                    work.wait()
+        own, *others = self._steps
+        if not others:
+            return own.run(q, k, v, return_lse=True)
+        coming, works = self._pass_on([x.contiguous() if self._shared is None else x[self._shared] for x in (k, v)], 0)
+        o, lse = own.run(q, k, v, return_lse=True)
+        o = o.float()
+        for step, plan in enumerate(others, 1):
+            self._wait(works)
             held = coming
-        assert o is not None and lse is not None
-        return o.to(plan.problem.dtype), lse
+            if step < len(others):
+                coming, works = self._pass_on(held, step)
+            o_step, lse_step = plan.run(q, *held, return_lse=True)
+            merge_state(o, lse, o_step.float(), lse_step, out=o, lse_out=lse)
+        return o.to(own.problem.dtype), lse
+
+    def _wait(self, works: list[dist.Work]) -> None:
+        with self.ranks.talking(ABOUT):
+            for work in works:
+                work.wait()
 
     def _pass_on(self, held: list[torch.Tensor], step: int) -> tuple[list[torch.Tensor], list[dist.Work]]:
         """Begin to send what is held to the next rank and to receive what the one before holds: (what comes, what to wait for)."""
         rank, size = self.ranks.rank, self.ranks.size
-        count = self.layout.count((rank - step - 1) % size)
+        count = self._counts[(rank - step - 1) % size]
         coming = [x.new_empty(count, *x.shape[1:]) for x in held]
         ops = []
         for sent, received in zip(held, coming, strict=True):
             for op, x, peer in ((dist.isend, sent, rank + 1), (dist.irecv, received, rank - 1)):
                 if x.numel():
                     ops.append(dist.P2POp(op, x.view(torch.uint8), group=self.ranks.group, group_peer=peer % size))
-        return coming, dist.batch_isend_irecv(ops) if ops else []
+        with self.ranks.talking(ABOUT):
+            return coming, dist.batch_isend_irecv(ops) if ops else []
 
 
 def _plan_steps(layout: TokenLayout, ranks: Ranks, causal: bool, plan: Planner) -> list[AttentionPlan]:
-    """A plan for each step; steps of the same lengths share theirs, and its workspace."""
+    """A plan for each step; steps of the same lengths share theirs, and its workspace. Only keys of cut requests travel."""
     rank, size = ranks.rank, ranks.size
     own = layout.lens[rank]
     plans: dict[Any, AttentionPlan] = {}
     steps = []
-    for step in range(size):
+    for step in range(size if layout.cut.any() else 1):
         owner = (rank - step) % size
-        qo_lens, kv_lens = own, layout.lens[owner].clone()
+        qo_lens, kv_lens = own, layout.lens[owner] * (layout.cut[:, None] | (owner == rank))
         if not causal or owner == rank:
             qo_lens, kv_lens = qo_lens.sum(1), kv_lens.sum(1)
         elif owner < rank:  # the second chunk's keys, which must be passed over, are those of a request without rows
@@ -139,74 +146,9 @@ def _plan_steps(layout: TokenLayout, ranks: Ranks, causal: bool, plan: Planner) 
         masked = causal and owner == rank
         key = masked, *qo_lens.flatten().tolist(), *kv_lens.flatten().tolist()
         if key not in plans:
-            plans[key] = plan(qo_indptr=_indptr(qo_lens), kv_indptr=_indptr(kv_lens), causal=masked)
+            plans[key] = plan(qo_indptr=indptr_of(qo_lens), kv_indptr=indptr_of(kv_lens), causal=masked)
         steps.append(plans[key])
     return steps
-
-
-class _Halo:
-    """The keys before a rank's own that a window reaches: who sends which of them to whom, and where they go."""
-
-    def __init__(self, layout: TokenLayout, ranks: Ranks, window_left: int, device: torch.device | str) -> None:
-        self.ranks = ranks
-        begin, end = layout.begin[:, :, 0], layout.end[:, :, 0]
-        wanted = (begin - window_left).clamp(min=0)  # from there on, by rank and request
-        wanted = torch.where(end > begin, wanted, begin)
-        rank, size = ranks.rank, ranks.size
-        lens = end - begin
-        starts = lens.cumsum(1) - lens  # of requests among a rank's tokens
-
-        def overlap(source: int, target: int) -> tuple[torch.Tensor, torch.Tensor]:
-            """[B], [B]: what `source` has and `target` wants before its own."""
-            low = torch.maximum(begin[source], wanted[target])
-            high = torch.minimum(end[source], begin[target]).maximum(low)
-            return low, high
-
-        self.send_counts: list[int] = []
-        self.receive_counts: list[int] = []
-        sent: list[torch.Tensor] = []
-        received: list[torch.Tensor] = []  # request and position as one number, to sort by
-        stride = int(end.max()) + 1 if end.numel() else 1
-        for peer in range(size):
-            low, high = overlap(rank, peer)
-            sent.append(_ranges(starts[rank] + low - begin[rank], high - low))
-            self.send_counts.append(int((high - low).sum()))
-            low, high = overlap(peer, rank)
-            received.append(_ranges(low + torch.arange(len(low)) * stride, high - low))
-            self.receive_counts.append(int((high - low).sum()))
-        own = _ranges(begin[rank] + torch.arange(len(lens[rank])) * stride, lens[rank])
-        self.sent = torch.cat(sent).to(device)
-        self.order = torch.cat((*received, own)).argsort().to(device)
-        self.qo_lens = lens[rank]
-        self.kv_lens = end[rank] - torch.minimum(wanted[rank], begin[rank])
-
-    def plan(self, plan: Planner) -> AttentionPlan:
-        return plan(qo_indptr=_indptr(self.qo_lens), kv_indptr=_indptr(self.kv_lens))
-
-    def extend(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's keys and values with those before them, request by request."""
-        keys = torch.cat((k, v), -1)
-        rows = keys.index_select(0, self.sent)
-        found = rows.new_empty(sum(self.receive_counts), *rows.shape[1:])
-        with self.ranks.talking("keys of a window"):
-            dist.all_to_all_single(
-                found.view(torch.uint8),
-                rows.view(torch.uint8),
-                self.receive_counts,
-                self.send_counts,
-                group=self.ranks.group,
-            )
-        whole = torch.cat((found, keys)).index_select(0, self.order)
-        return whole[..., : k.shape[2]], whole[..., k.shape[2] :]
-
-
-def _ranges(begin: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
-    """The numbers begin[i], begin[i] + 1, ... (lens[i] of them), for every i."""
-    return torch.arange(int(lens.sum())) + (begin - (lens.cumsum(0) - lens)).repeat_interleave(lens)
-
-
-def _indptr(lens: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(lens.flatten().cumsum(0), (1, 0)).int()
 
 
 def plan_ring_attention(

@@ -26,6 +26,7 @@ from benchmarks.results import RESULTS, Row, geomean, percentile, slug
 from evenshare import matmul
 from evenshare.device.target import Target, select_target
 from evenshare.gemm import hopper
+from evenshare.gemm.costs import CostTable, costs_of
 from evenshare.gemm.epilogue import Epilogue
 from evenshare.schedule.uniform import uniform_plan
 
@@ -85,20 +86,20 @@ def stratified(shapes: Sequence[Shape], count: int) -> list[Shape]:
     return [chosen[i] for i in order.tolist()]
 
 
-def one_tile(tile: hopper.HopperTile, split: bool) -> hopper.Planner:
+def one_tile(tile: hopper.HopperTile, split: bool, costs: CostTable) -> hopper.Planner:
     def plan(m: int, n: int, k: int, gated: bool, num_sms: int) -> hopper.HopperPlan:
         if split:
-            return hopper.plan_tile(tile, m, n, k, gated, num_sms)[0]
+            return hopper.plan_tile(tile, hopper.tile_key(tile), costs, m, n, k, gated, num_sms)[0]
         num_tiles, iters = hopper.count_tiles(tile, m, n, gated), -(-k // hopper.PANEL)
         return hopper.HopperPlan(tile, uniform_plan(num_tiles, iters, num_sms, split=False))
 
     return plan
 
 
-def planners() -> dict[str, hopper.Planner]:
-    """Our baselines on the Hopper kernel."""
-    tiles = {f"tile {i}": one_tile(tile, True) for i, tile in enumerate(hopper.TILES)}
-    return {"data_parallel": one_tile(hopper.TILES[0], False), **tiles}
+def planners(costs: CostTable) -> dict[str, hopper.Planner]:
+    """Our baselines on the Hopper kernel, by a device's costs."""
+    tiles = {f"tile {i}": one_tile(tile, True, costs) for i, tile in enumerate(hopper.TILES)}
+    return {"data_parallel": one_tile(hopper.TILES[0], False, costs), **tiles}
 
 
 def measure(shape: Shape, target: Target) -> Times:
@@ -116,7 +117,7 @@ def measure(shape: Shape, target: Target) -> Times:
     add("cublas", lambda out: torch.mm(a, b, out=out))
     add("ours", lambda out: matmul(a, b, out=out))
     if hopper.refusal(a, b, target) is None:
-        for name, planner in planners().items():
+        for name, planner in planners(costs_of(device)).items():
             add(name, partial(_on_hopper, a, b, target, planner))
     for name, out in outs.items():
         error = relative_error(out, outs["cublas"].float())

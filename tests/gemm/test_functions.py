@@ -18,7 +18,7 @@ def force_plan(monkeypatch: pytest.MonkeyPatch, num_workers: int) -> list[Unifor
     used: list[UniformPlan] = []
     tile = INTERPRETER_TILE
 
-    def plan(m: int, n: int, k: int, *rest: int) -> GemmPlan:
+    def plan(m: int, n: int, k: int, *rest: int, **_: object) -> GemmPlan:
         num_tiles = rest[-1] * -(-m // tile.block_m) * -(-n // tile.block_n)  # the batch comes last
         used.append(uniform_plan(num_tiles, -(-k // tile.block_k), num_workers))
         return GemmPlan(tile, used[-1])

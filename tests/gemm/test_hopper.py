@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from evenshare.device.target import Target
 from evenshare.gemm import hopper, launch
+from evenshare.gemm.costs import load_table
 from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.kernels import hopper_matmul
 from evenshare.schedule.uniform import uniform_plan
@@ -22,6 +23,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 GATES = {"silu_and_multiply": F.silu, "gelu_and_multiply": F.gelu}
 ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 LARGEST = hopper.TILES[0]
+H200 = load_table("NVIDIA H200")
 
 
 @pytest.fixture(autouse=True, params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -45,7 +47,7 @@ def target(num_sms: int = 5) -> Target:
 def use(monkeypatch: pytest.MonkeyPatch, tile: hopper.HopperTile, num_workers: int = 5) -> None:
     """This tile, and every tile of the tail cut."""
 
-    def plan(m: int, n: int, k: int, gated: bool, _num_sms: int) -> hopper.HopperPlan:
+    def plan(m: int, n: int, k: int, gated: bool, *_: Any) -> hopper.HopperPlan:
         num_tiles = -(-m // tile.block_m) * -(-(2 * n if gated else n) // tile.block_n)
         return hopper.HopperPlan(tile, uniform_plan(num_tiles, -(-k // hopper.PANEL), num_workers))
 
@@ -152,13 +154,13 @@ def test_what_is_left_to_the_portable_kernel() -> None:
 
 def test_tiles_follow_the_shape() -> None:
     """Large problems take the largest tile, small ones spread over the SMs, and a lone tile of a long k is cut."""
-    large = hopper.plan_matmul(8192, 8192, 8192, False, 132)
+    large = hopper.plan_matmul(8192, 8192, 8192, False, 132, H200)
     assert large.tile.block_m * large.tile.block_n == LARGEST.block_m * LARGEST.block_n
-    small = hopper.plan_matmul(512, 512, 512, False, 132)
+    small = hopper.plan_matmul(512, 512, 512, False, 132, H200)
     assert small.tile.block_m * small.tile.block_n < LARGEST.block_m * LARGEST.block_n
-    lone = hopper.plan_matmul(64, 64, 65536, False, 132)
+    lone = hopper.plan_matmul(64, 64, 65536, False, 132, H200)
     assert lone.shares.num_workers > 8
-    assert hopper.plan_matmul(8192, 4096, 512, True, 132).shares.num_tiles > 0
+    assert hopper.plan_matmul(8192, 4096, 512, True, 132, H200).shares.num_tiles > 0
 
 
 def test_a_hopper_gpu_runs_it() -> None:

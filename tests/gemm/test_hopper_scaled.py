@@ -45,7 +45,7 @@ def target() -> Target:
 def use(monkeypatch: pytest.MonkeyPatch, tile: HopperTile, num_workers: int = 5) -> None:
     """This tile, and every tile of the tail cut."""
 
-    def plan(m: int, n: int, k: int, gated: bool, _num_sms: int) -> HopperPlan:
+    def plan(m: int, n: int, k: int, gated: bool, *_: Any) -> HopperPlan:
         num_tiles = -(-m // tile.block_m) * -(-(2 * n if gated else n) // tile.block_n)
         return HopperPlan(tile, uniform_plan(num_tiles, -(-k // hopper_scaled.PANEL), num_workers))
 

@@ -12,6 +12,7 @@ import torch
 
 from evenshare.device.target import Target
 from evenshare.gemm import hopper_skinny, launch, reference
+from evenshare.gemm.costs import load_table
 from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.hopper_skinny import SkinnyPlan, SkinnyTile
 from evenshare.gemm.kernels import hopper_skinny as kernels
@@ -44,7 +45,7 @@ def target(num_sms: int = 5) -> Target:
 def use(monkeypatch: pytest.MonkeyPatch, tile: SkinnyTile, num_workers: int = 5) -> None:
     """This tile, and every tile of the tail cut."""
 
-    def plan(_m: int, n: int, k: int, gated: bool, _num_sms: int) -> SkinnyPlan:
+    def plan(_m: int, n: int, k: int, gated: bool, *_: Any) -> SkinnyPlan:
         chosen = SkinnyTile(tile.block_m, 2) if gated else tile
         num_tiles = -(-n // (64 if gated else 64 * tile.strips))
         return SkinnyPlan(chosen, uniform_plan(num_tiles, -(-k // hopper_skinny.STEP), num_workers))
@@ -138,7 +139,7 @@ def test_what_is_left_to_other_kernels() -> None:
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (16, 28672, 4096), (64, 128, 16384), (64, 8192, 28672)])
 def test_plans_use_the_gpu_and_fit_its_shared_memory(m: int, n: int, k: int) -> None:
-    plan = hopper_skinny.plan_matmul(m, n, k, False, 132)
+    plan = hopper_skinny.plan_matmul(m, n, k, False, 132, load_table("NVIDIA H200"))
     tile, shares = plan.tile, plan.shares
     assert tile.block_m >= m
     assert shares.num_workers * 2 > 132 or m * n < 64 * 4096

@@ -53,7 +53,7 @@ def _split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if torch.cuda.is_available():
         return
 
-    def plan(m: int, n: int, k: int, *_: Any) -> GemmPlan:
+    def plan(m: int, n: int, k: int, *_: Any, **_costs: Any) -> GemmPlan:
         tile = INTERPRETER_TILE
         return GemmPlan(tile, uniform_plan(-(-m // 16) * -(-n // 16), -(-k // 16), 5))
 

@@ -14,6 +14,7 @@ from evenshare.device.epilogue import get_activation
 from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
+from evenshare.gemm.costs import CostTable, TileKey, costs_of
 from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.kernels import hopper_matmul
 from evenshare.gemm.plan import choose_shares
@@ -33,19 +34,15 @@ class HopperTile:
     block_n: int
     consumers: int  # of four warps each
     num_stages: int
-    relative_speed: float  # of the products, against the largest tile's, at 8192 x 8192 x 8192 on an H200
 
 
 TILES = (
-    HopperTile(128, 256, 2, 3, 1.0),
-    HopperTile(128, 128, 2, 5, 0.97),
-    HopperTile(64, 256, 1, 4, 0.93),
-    HopperTile(64, 128, 1, 7, 0.9),
-    HopperTile(64, 64, 1, 10, 0.48),
+    HopperTile(128, 256, 2, 3),
+    HopperTile(128, 128, 2, 5),
+    HopperTile(64, 256, 1, 4),
+    HopperTile(64, 128, 1, 7),
+    HopperTile(64, 64, 1, 10),
 )
-# In iterations of the largest tile, 0.78 us: its prologue and output, and what a partial of it costs to write and to read. Partials
-# are paid for by the square of their size: 4096 x 4096 x 4096 takes 192 us in whole tiles of 128 x 256, 217 with a tail cut.
-TILE_COST, CUT_COST, MERGE_COST = 1.0, 16.0, 8.0
 
 
 @dataclass(frozen=True)
@@ -59,22 +56,23 @@ Planner = Callable[[int, int, int, bool, int], HopperPlan]
 
 
 @lru_cache(maxsize=4096)
-def plan_matmul(m: int, n: int, k: int, gated: bool, num_sms: int) -> HopperPlan:
-    """Tile and shares of out [m, n], a pure function. The tile whose slowest worker is done first, by a model of estimates."""
-    timed = [plan_tile(tile, m, n, k, gated, num_sms) for tile in TILES]
+def plan_matmul(m: int, n: int, k: int, gated: bool, num_sms: int, costs: CostTable) -> HopperPlan:
+    """Tile and shares of out [m, n], a pure function: those whose slowest worker is done first, by the device's costs."""
+    timed = [plan_tile(tile, tile_key(tile), costs, m, n, k, gated, num_sms) for tile in TILES]
     return min(timed, key=lambda found: found[1])[0]
 
 
+def tile_key(tile: HopperTile) -> TileKey:
+    return TileKey("hopper_matmul", "16-bit", tile.block_m, tile.block_n, PANEL)
+
+
 def plan_tile(
-    tile: HopperTile, m: int, n: int, k: int, gated: bool, num_sms: int, step: int = PANEL
+    tile: HopperTile, key: TileKey, costs: CostTable, m: int, n: int, k: int, gated: bool, num_sms: int
 ) -> tuple[HopperPlan, float]:
-    """(shares of tiles of this kind, when the slowest worker is done, in iterations of the largest tile). step: the k of one."""
-    num_tiles, iters = count_tiles(tile, m, n, gated), -(-k // step)
-    area = tile.block_m * tile.block_n / (TILES[0].block_m * TILES[0].block_n)
-    unit = area / tile.relative_speed  # of one iteration
-    model = CostModel(a=TILE_COST / unit, b=CUT_COST * area**2 / unit, c=1.0, d=MERGE_COST * area**2 / unit)
-    shares = choose_shares(model, num_tiles, iters, num_sms)
-    return HopperPlan(tile, shares), makespan(shares, model) * unit
+    """(shares of tiles of this kind, when the slowest worker is done, in microseconds)."""
+    model = costs.model(key)
+    shares = choose_shares(model, count_tiles(tile, m, n, gated), -(-k // key.block_k), num_sms)
+    return HopperPlan(tile, shares), makespan(shares, model)
 
 
 def count_tiles(tile: HopperTile, m: int, n: int, gated: bool) -> int:
@@ -82,15 +80,15 @@ def count_tiles(tile: HopperTile, m: int, n: int, gated: bool) -> int:
 
 
 def makespan(shares: UniformPlan, model: CostModel) -> float:
-    """In iterations: of the worker with most to do."""
+    """In the model's unit: of the worker with most to do."""
     workers, iters = shares.num_workers, shares.iters_per_tile
     tail_tiles = shares.num_tiles - shares.num_whole
-    whole = -(-shares.num_whole // workers) * (iters + model.a)
+    whole = -(-shares.num_whole // workers) * (model.c * iters + model.a)
     if tail_tiles == 0:
         return whole
     share = -(-tail_tiles * iters // workers)
     contributors = -(-iters // max(share, 1)) + 1
-    return whole + share + model.a + model.b + model.d * contributors
+    return whole + model.c * share + model.a + model.b + model.d * contributors
 
 
 def refusal(a: torch.Tensor, b: torch.Tensor, target: Target) -> str | None:
@@ -140,7 +138,11 @@ def matmul(
     """As `launch.matmul` for one product that `refusal` does not refuse. planner: who computes what; None: `plan_matmul`."""
     bias, activation, residual, alpha, beta = epilogue
     (m, n), k, gated = out.shape, a.shape[1], is_gated(activation)
-    plan = (planner or plan_matmul)(m, n, k, gated, target.num_sms)
+    plan = (
+        planner(m, n, k, gated, target.num_sms)
+        if planner
+        else plan_matmul(m, n, k, gated, target.num_sms, costs_of(target.device))
+    )
     a_k_major, b_k_major = major(a) == 1, major(b) == 0
     a, b = a if a_k_major else a.t(), b.t() if b_k_major else b
     by_tma = leaves_by_tma(out, plan.tile.block_n // 2 if gated else plan.tile.block_n)

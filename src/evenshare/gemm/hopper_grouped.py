@@ -13,7 +13,8 @@ from evenshare.device.epilogue import get_activation
 from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
-from evenshare.gemm.hopper import CUT_COST, MERGE_COST, PANEL, PIECE_BYTES, TILES
+from evenshare.gemm.costs import DERIVED, CostTable, costs_of
+from evenshare.gemm.hopper import PANEL, PIECE_BYTES, TILES, tile_key
 from evenshare.gemm.kernels import hopper_grouped, row_tiles
 from evenshare.gemm.plan import MIN_STEPS_PER_SHARE
 
@@ -31,14 +32,13 @@ class GroupedTile(NamedTuple):
     cut_steps: int
 
 
-def choose_tile(m: int, num_groups: int, n: int, num_sms: int) -> GroupedTile:
+def choose_tile(m: int, num_groups: int, n: int, num_sms: int, costs: CostTable = DERIVED) -> GroupedTile:
     """Of m rows in num_groups groups, n columns: the wide one where every SM gets two of them."""
     row_tiles_here = -(-m // BLOCK_M) + num_groups // 2  # a group's last one is half full on average
     wide, narrow = TILES[:2]
     tile = wide if row_tiles_here * -(-n // wide.block_n) >= 2 * num_sms else narrow
-    area = tile.block_n / wide.block_n
-    cut = (CUT_COST + 2 * MERGE_COST) * area * tile.relative_speed
-    return GroupedTile(tile.block_n, tile.num_stages, round(cut))
+    model = costs.model(tile_key(tile))
+    return GroupedTile(tile.block_n, tile.num_stages, round((model.b + 2 * model.d) / model.c))
 
 
 def refusal(x: torch.Tensor, w: torch.Tensor, num_groups: int, target: Target) -> str | None:
@@ -75,7 +75,7 @@ def matmul(
 ) -> None:
     """As `launch.grouped_matmul` without gather and scatter, for what `refusal` does not refuse."""
     (num_here, _, n_in), (m, k), n, num_groups = w.shape, x.shape, out.shape[1], offsets.shape[0] - 1
-    tile = choose_tile(m, num_groups, n_in, target.num_sms)
+    tile = choose_tile(m, num_groups, n_in, target.num_sms, costs_of(target.device))
     most = m // BLOCK_M + min(num_here, m)
     table = offsets.new_empty(most, 4)
     with torch.cuda.device_of(x):

@@ -12,26 +12,25 @@ from evenshare.device.epilogue import get_activation
 from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
+from evenshare.gemm.costs import CostTable, TileKey, costs_of
 from evenshare.gemm.epilogue import Epilogue
-from evenshare.gemm.hopper import PIECE_BYTES, HopperPlan, HopperTile, leaves_by_tma, plan_tile
+from evenshare.gemm.hopper import PIECE_BYTES, HopperPlan, HopperTile, Planner, leaves_by_tma, plan_tile
 from evenshare.gemm.kernels import hopper_scaled
 from evenshare.gemm.scales import Scales
 
 PANEL = hopper_scaled.PANEL.value  # the k of a step
-# Relative speeds are estimates: those of the 16-bit tiles, less where a step's shorter products wait for their sums to be added.
-TILES = (
-    HopperTile(128, 256, 2, 3, 1.0),
-    HopperTile(128, 128, 2, 6, 0.85),
-    HopperTile(64, 128, 1, 8, 0.7),
-    HopperTile(64, 64, 1, 12, 0.45),
-)
+TILES = (HopperTile(128, 256, 2, 3), HopperTile(128, 128, 2, 6), HopperTile(64, 128, 1, 8), HopperTile(64, 64, 1, 12))
 
 
 @lru_cache(maxsize=4096)
-def plan_matmul(m: int, n: int, k: int, gated: bool, num_sms: int) -> HopperPlan:
-    """Tile and shares of out [m, n], a pure function."""
-    timed = [plan_tile(tile, m, n, k, gated, num_sms, PANEL) for tile in TILES]
+def plan_matmul(m: int, n: int, k: int, gated: bool, num_sms: int, costs: CostTable) -> HopperPlan:
+    """As `hopper.plan_matmul`."""
+    timed = [plan_tile(tile, tile_key(tile), costs, m, n, k, gated, num_sms) for tile in TILES]
     return min(timed, key=lambda found: found[1])[0]
+
+
+def tile_key(tile: HopperTile) -> TileKey:
+    return TileKey("hopper_scaled", "fp8", tile.block_m, tile.block_n, PANEL)
 
 
 def refusal(a: torch.Tensor, b: torch.Tensor, scales: Scales, gated: bool, target: Target) -> str | None:
@@ -49,12 +48,22 @@ def refusal(a: torch.Tensor, b: torch.Tensor, scales: Scales, gated: bool, targe
 
 
 def matmul(
-    a: torch.Tensor, b: torch.Tensor, scales: Scales, epilogue: Epilogue, out: torch.Tensor, target: Target
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: Scales,
+    epilogue: Epilogue,
+    out: torch.Tensor,
+    target: Target,
+    planner: Planner | None = None,
 ) -> None:
-    """As `launch.scaled_matmul` for a product that `refusal` does not refuse."""
+    """As `launch.scaled_matmul` for a product that `refusal` does not refuse. planner: as for `hopper.matmul`."""
     bias, activation, residual, _, _ = epilogue
     (m, n), k, gated = out.shape, a.shape[1], is_gated(activation)
-    plan = plan_matmul(m, n, k, gated, target.num_sms)
+    plan = (
+        planner(m, n, k, gated, target.num_sms)
+        if planner
+        else plan_matmul(m, n, k, gated, target.num_sms, costs_of(target.device))
+    )
     by_tma = leaves_by_tma(out, plan.tile.block_n // 2 if gated else plan.tile.block_n)
     launch = _bind(
         hopper_scaled.scaled_matmul,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,11 +14,11 @@ from evenshare.device.epilogue import get_activation
 from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
+from evenshare.gemm.costs import CostTable, TileKey, costs_of
 from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.hopper import major, makespan
 from evenshare.gemm.kernels import hopper_skinny
 from evenshare.gemm.plan import choose_shares
-from evenshare.schedule.cost_model import CostModel
 from evenshare.schedule.plan import UniformPlan
 
 PANEL, STEP, STRIP = (c.value for c in (hopper_skinny.PANEL, hopper_skinny.STEP, hopper_skinny.STRIP))
@@ -46,26 +47,25 @@ class SkinnyPlan:
     shares: UniformPlan
 
 
-def cost_model(tile: SkinnyTile) -> CostModel:
-    """In microseconds of an H200, estimated: an SM's share of the memory's speed is 35 KB a microsecond; a tile ends with an
-    epilogue; a partial is stored, counted and read across the L2."""
-    step = 2 * STEP * tile.strips * STRIP / 35e3
-    partial = 4 * tile.partial_elements / 35e3
-    return CostModel(a=0.5, b=1.0 + partial, c=step, d=0.2 + partial)
+def tile_key(tile: SkinnyTile) -> TileKey:
+    return TileKey("hopper_skinny", "16-bit", tile.block_m, tile.strips * STRIP, STEP)
+
+
+# As `hopper.Planner`.
+Planner = Callable[[int, int, int, bool, int], SkinnyPlan]
 
 
 @lru_cache(maxsize=4096)
-def plan_matmul(m: int, n: int, k: int, gated: bool, num_sms: int) -> SkinnyPlan:
-    """Tile and shares of out [m, n], m at most 64; a pure function."""
+def plan_matmul(m: int, n: int, k: int, gated: bool, num_sms: int, costs: CostTable) -> SkinnyPlan:
+    """Tile and shares of out [m, n], m at most 64; a pure function, as `hopper.plan_matmul`."""
     block_m = next(size for size in BLOCK_M if m <= size)
-    found = []
+    timed = []
     for strips in (2,) if gated else (1, 2):
         tile = SkinnyTile(block_m, strips)
-        model = cost_model(tile)
-        num_tiles = -(-n // (STRIP if gated else strips * STRIP))
-        shares = choose_shares(model, num_tiles, -(-k // STEP), num_sms)
-        found.append((makespan(shares, model), SkinnyPlan(tile, shares)))
-    return min(found, key=lambda pair: pair[0])[1]
+        model = costs.model(tile_key(tile))
+        shares = choose_shares(model, -(-n // (STRIP if gated else strips * STRIP)), -(-k // STEP), num_sms)
+        timed.append((SkinnyPlan(tile, shares), makespan(shares, model)))
+    return min(timed, key=lambda found: found[1])[0]
 
 
 def refusal(a: torch.Tensor, b: torch.Tensor, target: Target) -> str | None:
@@ -91,11 +91,22 @@ def takes(a: torch.Tensor, b: torch.Tensor, target: Target) -> bool:
     return (a.shape[0] == 1 or fills) and refusal(a[0], b[0], target) is None
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, out: torch.Tensor, target: Target) -> None:
-    """As `launch.matmul` for one product that `refusal` does not refuse."""
+def matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    epilogue: Epilogue,
+    out: torch.Tensor,
+    target: Target,
+    planner: Planner | None = None,
+) -> None:
+    """As `launch.matmul` for one product that `refusal` does not refuse. planner: as for `hopper.matmul`."""
     bias, activation, residual, alpha, beta = epilogue
-    (m, n), k = out.shape, a.shape[1]
-    plan = plan_matmul(m, n, k, is_gated(activation), target.num_sms)
+    (m, n), k, gated = out.shape, a.shape[1], is_gated(activation)
+    plan = (
+        planner(m, n, k, gated, target.num_sms)
+        if planner
+        else plan_matmul(m, n, k, gated, target.num_sms, costs_of(target.device))
+    )
     b_k_major = major(b) == 0
     b = b.t() if b_k_major else b
     launch = _bind(

@@ -10,11 +10,12 @@ from evenshare.device.epilogue import get_activation
 from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
 from evenshare.gemm import plan as plans
+from evenshare.gemm.costs import costs_of
 from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.kernels import grouped
 from evenshare.gemm.kernels import matmul as kernels
 from evenshare.gemm.kernels import scaled_matmul as scaled_kernels
-from evenshare.gemm.plan import plan_grouped, plan_matmul
+from evenshare.gemm.plan import GemmPlan, plan_grouped, plan_matmul
 from evenshare.gemm.scales import Scales
 
 
@@ -26,13 +27,19 @@ def loads_vectors(t: torch.Tensor) -> bool:
 
 
 def matmul(
-    a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, out: torch.Tensor, target: Target, precision: str = "ieee"
+    a: torch.Tensor,
+    b: torch.Tensor,
+    epilogue: Epilogue,
+    out: torch.Tensor,
+    target: Target,
+    precision: str = "ieee",
+    plan: GemmPlan | None = None,
 ) -> None:
     """out [batch, m, n_out] = activation(alpha a [batch, m, k] b [batch, k, n] + bias) + beta residual. Any strides; of the sizes
-    only k may be 0.
+    only k may be 0. plan: what the portable kernel is to do; None: the kernel and its plan are chosen.
     """
     (batch, m, k), n, n_out = a.shape, b.shape[2], out.shape[2]
-    if target.capability == HOPPER:
+    if plan is None and target.capability == HOPPER:
         from evenshare.gemm import hopper, hopper_skinny
 
         for kernel in (hopper_skinny, hopper):
@@ -41,12 +48,12 @@ def matmul(
                     residual = None if epilogue.residual is None else epilogue.residual[i]
                     kernel.matmul(a[i], b[i], epilogue._replace(residual=residual), out[i], target)
                 return
-    # Of a gated product each half of b has to begin at a multiple of 16.
-    aligned = loads_vectors(a[0]) and loads_vectors(b[0] if n == n_out else b[0, :, :n_out])
-    aligned = aligned and (batch == 1 or (a.stride(0) % 16 == 0 and b.stride(0) % 16 == 0))
-    plan = plan_matmul(
-        m, n, k, a.element_size(), target.num_sms, aligned, target.interpreted, precision == "tf32", batch
-    )
+    if plan is None:
+        # Of a gated product each half of b has to begin at a multiple of 16.
+        aligned = loads_vectors(a[0]) and loads_vectors(b[0] if n == n_out else b[0, :, :n_out])
+        aligned = aligned and (batch == 1 or (a.stride(0) % 16 == 0 and b.stride(0) % 16 == 0))
+        sizes, tf32, costs = (m, n, k, a.element_size(), target.num_sms), precision == "tf32", costs_of(target.device)
+        plan = plan_matmul(*sizes, aligned, target.interpreted, tf32, batch, costs=costs)
     tile, shares = plan.tile, plan.shares
     workspace = stream_workspace(plan.partial_elements, shares.max_counters, a.device)
     bias, activation, residual, alpha, beta = epilogue
@@ -84,19 +91,29 @@ def matmul(
 
 
 def scaled_matmul(
-    a: torch.Tensor, b: torch.Tensor, scales: Scales, epilogue: Epilogue, out: torch.Tensor, target: Target
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: Scales,
+    epilogue: Epilogue,
+    out: torch.Tensor,
+    target: Target,
+    plan: GemmPlan | None = None,
 ) -> None:
-    """out [m, n_out] = activation((scaled a [m, k]) (scaled b [k, n]) + bias) + residual. Any strides; only k may be 0."""
+    """out [m, n_out] = activation((scaled a [m, k]) (scaled b [k, n]) + bias) + residual. Any strides; only k may be 0.
+
+    plan: as for `matmul`."""
     (m, k), n, n_out = a.shape, b.shape[1], out.shape[1]
-    if target.capability == HOPPER:
+    if plan is None and target.capability == HOPPER:
         from evenshare.gemm import hopper_scaled
 
         if hopper_scaled.refusal(a, b, scales, n != n_out, target) is None:
             hopper_scaled.matmul(a, b, scales, epilogue, out, target)
             return
-    # Of a gated product each half of b has to begin at a multiple of 16.
-    aligned = loads_vectors(a) and loads_vectors(b if n == n_out else b[:, :n_out])
-    plan = plan_matmul(m, n, k, a.element_size(), target.num_sms, aligned, target.interpreted)
+    if plan is None:
+        # Of a gated product each half of b has to begin at a multiple of 16.
+        aligned = loads_vectors(a) and loads_vectors(b if n == n_out else b[:, :n_out])
+        sizes, costs = (m, n, k, a.element_size(), target.num_sms), costs_of(target.device)
+        plan = plan_matmul(*sizes, aligned, target.interpreted, costs=costs)
     tile, shares = plan.tile, plan.shares
     workspace = stream_workspace(plan.partial_elements, shares.max_counters, a.device)
     bias, activation, residual, _, _ = epilogue

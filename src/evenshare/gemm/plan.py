@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from evenshare.gemm.costs import DERIVED, CostTable, TileKey
 from evenshare.schedule.cost_model import CostModel, choose_num_shares
 from evenshare.schedule.plan import UniformPlan
 from evenshare.schedule.uniform import uniform_plan
@@ -77,12 +78,10 @@ def _num_tiles(m: int, n: int, tile: TileConfig) -> int:
     return -(-m // tile.block_m) * -(-n // tile.block_n)
 
 
-def cost_model(tile: TileConfig, itemsize: int) -> CostModel:
-    """Cost of a partial in iterations: its fp32 bytes against the operand bytes that an iteration loads, and a constant for the
-    barrier and the atomic. Estimates, not measured on any device."""
-    partial = 4 * tile.block_m * tile.block_n
-    iteration = itemsize * tile.block_k * (tile.block_m + tile.block_n)
-    return CostModel(a=0.0, b=1.0 + partial / iteration, c=1.0, d=0.5 + partial / iteration)
+def tile_key(tile: TileConfig, itemsize: int, tf32: bool = False) -> TileKey:
+    operands = "tf32" if tf32 else {1: "fp8", 2: "16-bit", 4: "fp32"}[itemsize]
+    kernel = "scaled_matmul" if itemsize == 1 else "matmul"
+    return TileKey(kernel, operands, tile.block_m, tile.block_n, tile.block_k)
 
 
 def choose_shares(model: CostModel, num_tiles: int, iters_per_tile: int, max_workers: int) -> UniformPlan:
@@ -108,11 +107,12 @@ def plan_matmul(
     interpreted: bool = False,
     tf32: bool = False,
     batch: int = 1,
+    costs: CostTable = DERIVED,
 ) -> GemmPlan:
     """Plan for `batch` products out [m, n] = a [m, k] b [k, n], m and n at least 1, on `num_sms` SMs.
 
     itemsize: bytes of an element of a and b. aligned: they can be loaded 16 bytes at a time. interpreted: by Triton's interpreter.
-    tf32: float32 operands are rounded to it.
+    tf32: float32 operands are rounded to it. costs: of the device.
 
     k = 0 makes tiles without iterations, all of them whole. Section 5.1 of arXiv 2301.03598 chooses the number of shares.
     """
@@ -122,7 +122,8 @@ def plan_matmul(
         return GemmPlan(tile, uniform_plan(num_tiles, iters, max(1, min(num_sms, num_tiles * max(iters, 1)))))
     tile = choose_tile(m, n, itemsize, num_sms, aligned, tf32, batch)
     num_tiles, iters = batch * _num_tiles(m, n, tile), -(-k // tile.block_k)
-    return GemmPlan(tile, choose_shares(cost_model(tile, itemsize), num_tiles, iters, num_sms * tile.workers_per_sm))
+    model = costs.model(tile_key(tile, itemsize, tf32))
+    return GemmPlan(tile, choose_shares(model, num_tiles, iters, num_sms * tile.workers_per_sm))
 
 
 MIN_STEPS_PER_SHARE = 4  # of a group's tile: fewer do not pay for a partial and its merge; an estimate

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from evenshare.device.target import Target, select_target
-from evenshare.gemm.kernels import hopper_matmul
+from evenshare.gemm.kernels import hopper_grouped, hopper_matmul
 from evenshare.quant import ExpertWeights, QuantizedWeight, concatenate, dense, launch
 from evenshare.quant.reference import matmul as reference_matmul
 from tests.emulator import Emulated
@@ -27,6 +28,11 @@ def product(x: torch.Tensor, weight: QuantizedWeight, activation: str | None = N
     dense.matmul(x, weight, options.get("bias"), activation, options.get("residual"), out, target)
     assert int((~wide.isnan()).sum()) == out.numel(), "written outside"
     return out
+
+
+def emulate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: str) -> None:
+    monkeypatch.setattr(module, kernel, Emulated(getattr(module, kernel)))
+    monkeypatch.setattr(Emulated, "seeds", itertools.count(zlib.crc32(request.node.name.encode())))
 
 
 @pytest.mark.parametrize(("bits", "form"), [(4, form) for form in FORMS] + [(8, form) for form in ZERO_FORMS])
@@ -167,11 +173,10 @@ def test_experts_pay_by_their_mean_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_experts_with_many_tokens_on_hopper(monkeypatch: pytest.MonkeyPatch, many: bool) -> None:
+def test_who_multiplies_experts_on_hopper(monkeypatch: pytest.MonkeyPatch, many: bool) -> None:
     """`launch.grouped_matmul` asks `pays`, for 16-bit x alone."""
-    monkeypatch.setattr(
-        dense, "pays", lambda m, n, k, bits, num_experts: (m, n, k, num_experts) == (9, 20, 64, 2) and many
-    )
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(dense, "pays", lambda *sizes: asked.append(sizes) or many)
     taken: list[torch.dtype] = []
     monkeypatch.setattr(dense, "grouped_matmul", lambda x, *_: taken.append(x.dtype))
     weights = ExpertWeights(random_weight(40, 64, 16), 2)
@@ -180,7 +185,31 @@ def test_experts_with_many_tokens_on_hopper(monkeypatch: pytest.MonkeyPatch, man
         out = torch.empty(9, 20, dtype=dtype)
         target = Target("triton", torch.device("cpu"), 3, (9, 0), False)
         launch.grouped_matmul(torch.randn(9, 64).to(dtype), weights, offsets, None, None, out, target)
+    assert asked == [(9, 20, 64, 4, 2)]
     assert taken == [torch.float16] * many
+
+
+@pytest.mark.parametrize("activation", [None, "silu_and_multiply"])
+def test_experts_with_many_tokens_on_hopper(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, activation: str | None
+) -> None:
+    """Two of three experts at a time, the GEMM emulated; x without aligned rows, and rows that are nobody's."""
+    emulate(request, monkeypatch, hopper_grouped, "grouped_matmul")
+    monkeypatch.setattr(dense, "pays", lambda m, *_: m > 64)
+    monkeypatch.setattr(dense, "SLAB_BYTES", 2 * 72 * 136 * 2)
+    weights = ExpertWeights(random_weight(3 * 72, 136, 32, "zeros"), 3)
+    x, bias, bounds = torch.randn(270, 139).half()[:, 3:], torch.randn(3, 72), [1, 131, 131, 260]
+    n_out = 36 if activation else 72
+    out = torch.full((270, n_out), torch.nan, dtype=torch.float16)
+    offsets = torch.tensor(bounds, dtype=torch.int32)
+    target = Target("triton", torch.device("cpu"), 3, (9, 0), False)
+    launch.grouped_matmul(x, weights, offsets, bias, activation, out, target)
+    want = torch.zeros(270, n_out, dtype=torch.float64)
+    for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        want[begin:end] = reference_matmul(x[begin:end], weights.experts[i], bias[i], activation)
+    rounding = torch.finfo(torch.float16).eps
+    assert float((out.double() - want).abs().max()) <= 4 * rounding * float(want.abs().max())
+    assert (out[[0, *range(260, 270)]] == 0).all()
 
 
 @pytest.mark.parametrize("activation", [None, "silu_and_multiply"])
@@ -188,17 +217,16 @@ def test_many_tokens_go_to_the_hopper_gemm(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, activation: str | None
 ) -> None:
     """`launch.matmul` as on a Hopper GPU, its GEMM emulated, in two slabs: x without aligned rows, a bias, a residual in place."""
-    monkeypatch.setattr(hopper_matmul, "matmul", Emulated(hopper_matmul.matmul))
-    monkeypatch.setattr(Emulated, "seeds", itertools.count(zlib.crc32(request.node.name.encode())))
+    emulate(request, monkeypatch, hopper_matmul, "matmul")
     monkeypatch.setattr(dense, "pays", lambda m, *_: m > 64)
-    monkeypatch.setattr(dense, "SLAB_BYTES", 80 << 10)
+    monkeypatch.setattr(dense, "SLAB_BYTES", 40 << 10)
     monkeypatch.setattr(dense, "SLAB_ROWS", 64)
     target = Target("triton", torch.device("cpu"), 3, (9, 0), False)
-    weight = random_weight(304, 136, 32, "zeros")
+    weight = random_weight(208, 136, 32, "zeros")
     launch.pack(weight, None, torch.float16, activation, target)
     packed = dict(weight.packed)
-    x, bias = torch.randn(70, 139).half()[:, 3:], torch.randn(304)
-    n_out = 152 if activation else 304
+    x, bias = torch.randn(70, 139).half()[:, 3:], torch.randn(208)
+    n_out = 104 if activation else 208
     out = torch.randn(70, n_out).half()
     residual = out.clone()
     launch.matmul(x, weight, bias, activation, out, out, target)
@@ -230,3 +258,40 @@ def test_on_a_gpu(form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     out.zero_()
     graph.replay()
     assert torch.equal(out, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "silu_and_multiply"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_experts_on_a_gpu(dtype: torch.dtype, activation: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uneven experts, an empty one, two at a time, and once more in a CUDA graph with other offsets."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    monkeypatch.setattr(dense, "SLAB_BYTES", 2 * 768 * 1024 * 2)
+    parts = [random_weight(768, 1024, 128, dtype=dtype, device="cuda") for _ in range(5)]
+    weights = ExpertWeights(concatenate(parts), 5)
+    x = torch.randn(2048, 1024, device="cuda").to(dtype) / 16
+    offsets = torch.tensor([0, 700, 700, 1500, 1501, 2040], dtype=torch.int32, device="cuda")
+    out = torch.full((2048, 384 if activation else 768), torch.nan, dtype=dtype, device="cuda")
+    target = select_target("cuda")
+
+    def run() -> None:
+        dense.grouped_matmul(x, weights, offsets, None, activation, out, target)
+
+    def check() -> None:
+        bounds = offsets.tolist()
+        for (begin, end), part in zip(itertools.pairwise(bounds), parts, strict=True):
+            want = reference_matmul(x[begin:end], part, None, activation)
+            budget = 8 * torch.finfo(dtype).eps * float(want.abs().max()) if begin < end else 0.0
+            assert ((out[begin:end].double() - want).abs() <= budget).all()
+        assert (out[bounds[-1] :] == 0).all()
+
+    run()
+    check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    offsets.copy_(torch.tensor([0, 0, 3, 1000, 2000, 2048], dtype=torch.int32))
+    out.fill_(torch.nan)
+    graph.replay()
+    check()

@@ -170,7 +170,7 @@ def grouped_matmul(
 ) -> None:
     """As `launch.grouped_matmul`. A few experts one after another, of which those without tokens cost next to nothing. In float16
     every weight has to be within its range."""
-    x = weights.weight.gather(x)
+    x = for_tma(weights.weight.gather(x))
     n, offsets = weights.n, offsets.contiguous()
     num_here = max(SLAB_BYTES // (n * weights.weight.stored_k * x.element_size()), 1)
     for first in range(0, weights.num_experts, num_here):

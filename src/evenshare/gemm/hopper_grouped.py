@@ -13,30 +13,33 @@ from evenshare.device.epilogue import get_activation
 from evenshare.device.launcher import Box, Launch, get_launcher
 from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
-from evenshare.gemm.hopper import PIECE_BYTES
+from evenshare.gemm.costs import DERIVED, CostTable, costs_of
+from evenshare.gemm.hopper import PANEL, PIECE_BYTES, TILES, tile_key
 from evenshare.gemm.kernels import hopper_grouped, row_tiles
 from evenshare.gemm.plan import MIN_STEPS_PER_SHARE
 
-CONSUMERS, ROWS, PANEL = (c.value for c in (hopper_grouped.CONSUMERS, hopper_grouped.ROWS, hopper_grouped.PANEL))
+CONSUMERS, ROWS = hopper_grouped.CONSUMERS.value, hopper_grouped.ROWS.value
 BLOCK_M = CONSUMERS * ROWS
 FEW_ROWS = 64  # of a group on average: half a tile's, which the portable kernel has in lower tiles
 TILES_AT_ONCE = 16  # entries of the table that a program writes
 
 
 class GroupedTile(NamedTuple):
+    """Columns, stages of the ring, and the k-steps that cutting the last tiles has to save."""
+
     block_n: int
-    num_stages: int  # of the ring
-    cut_steps: int  # k-steps that cutting the last tiles has to save
+    num_stages: int
+    cut_steps: int
 
 
-# On an H200 the GEMM of 4096 x 4096 x 4096 takes 192 us in whole tiles of 128 x 256 and 217 with a tail cut, 32 steps more.
-WIDE, NARROW = GroupedTile(256, 3, 32), GroupedTile(128, 5, 16)
-
-
-def choose_tile(m: int, num_groups: int, n: int, num_sms: int) -> GroupedTile:
-    """Of m rows in num_groups groups, n columns: the wide one where every SM gets two of them."""
+def choose_tile(m: int, num_groups: int, n: int, num_sms: int, costs: CostTable = DERIVED) -> GroupedTile:
+    """Of m rows in num_groups groups, n columns: the GEMM's widest where every SM gets two of them, else half as wide a one.
+    costs: those of the GEMM's tiles."""
     num_row_tiles = -(-m // BLOCK_M) + num_groups // 2  # a group's last one is half full on average
-    return WIDE if num_row_tiles * -(-n // WIDE.block_n) >= 2 * num_sms else NARROW
+    wide, narrow = TILES[:2]
+    tile = wide if num_row_tiles * -(-n // wide.block_n) >= 2 * num_sms else narrow
+    model = costs.model(tile_key(tile))
+    return GroupedTile(tile.block_n, tile.num_stages, round((model.b + 2 * model.d) / model.c))
 
 
 def refusal(x: torch.Tensor, w: torch.Tensor, num_groups: int, target: Target) -> str | None:
@@ -73,7 +76,7 @@ def matmul(
 ) -> None:
     """As `launch.grouped_matmul` without gather and scatter, for what `refusal` does not refuse."""
     (num_here, _, n_in), (m, k), n, num_groups = w.shape, x.shape, out.shape[1], offsets.shape[0] - 1
-    tile = choose_tile(m, num_groups, n_in, target.num_sms)
+    tile = choose_tile(m, num_groups, n_in, target.num_sms, costs_of(target.device))
     most = m // BLOCK_M + min(num_here, m)
     table = offsets.new_empty(most, 4)
     with torch.cuda.device_of(x):

@@ -91,6 +91,14 @@ def inspect(context: typer.Context) -> None:
     _run(inspect_command, context)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def calibrate(context: typer.Context) -> None:
+    """Measure on a GPU what GEMM tiles and their cuts cost, for the plans to follow."""
+    from evenshare.report.calibrate_command import calibrate_command
+
+    _run(calibrate_command, context)
+
+
 def _run(function: Callable[..., None], context: typer.Context) -> None:
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(function)

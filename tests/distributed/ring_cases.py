@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from evenshare.distributed import plan_ring_attention
+from evenshare import append_paged_kv_cache
+from evenshare.distributed import plan_context_attention, plan_ring_attention
 from tests.attention.helpers import int32, random_batch
-from tests.distributed.context_cases import assert_close
+from tests.distributed.context_cases import PLACEMENTS, assert_close
 from tests.distributed.spawn import Case, Place
 
 LENGTHS = [64, 3, 0, 37, 131, 1]
@@ -54,7 +56,51 @@ def check(
         assert_close(*everything, batch, dtype, slice(None), slice(None), **mask | options)
 
 
+def check_prefill_then_decode(place: Place, placement: str) -> None:
+    """Keys move from the ring's layout to their pages; then requests get tokens, one and then three, which every rank computes."""
+    torch.manual_seed(0)
+    prompts, page_size, heads = [50, 3, 21], 4, (4, 2)
+    new_tokens = [1, 3]
+    batch = random_batch(prompts, [n + sum(new_tokens) for n in prompts], heads, 32)
+    kv_indptr = torch.tensor(batch.kv_indptr)
+    dealt = PLACEMENTS[placement](torch.tensor(prompts), place.size)
+    sizes = {
+        "num_qo_heads": heads[0],
+        "num_kv_heads": heads[1],
+        "head_dim": 32,
+        "dtype": torch.float32,
+        "device": place.device,
+    }
+    ring = plan_ring_attention(qo_indptr=int32(batch.qo_indptr), min_chunk=4, **sizes)
+    rows = ring.positions.cpu() + kv_indptr[ring.layout.requests(place.rank)]
+    k, v = (x.to(place.device) for x in (batch.k, batch.v))
+    table = torch.arange(len(prompts) * 16, dtype=torch.int32, device=place.device).view(len(prompts), 16)
+    caches = torch.full((2, table.numel(), page_size, heads[1], 32), float("nan"), device=place.device)
+    move = ring.move_to(dealt)
+    moved = move.run(k[rows.to(place.device)], v[rows.to(place.device)])
+    append_paged_kv_cache(*moved, move.batch_indices, move.positions, *caches, block_table=table)
+    lens = torch.tensor(prompts, dtype=torch.int32)
+    for count in new_tokens:
+        request = torch.arange(len(prompts)).repeat_interleave(count)
+        position = lens[request] + torch.arange(count).repeat(len(prompts))
+        lens += count
+        qo_lens = [count] * len(prompts)
+        step = random_batch(qo_lens, lens.tolist(), heads, 32)
+        seen = torch.cat([torch.arange(n) + begin for n, begin in zip(lens.tolist(), batch.kv_indptr, strict=False)])
+        step = replace(step, k=batch.k[seen], v=batch.v[seen])
+        plan = plan_context_attention(
+            placement=dealt, block_table=table.cpu(), kv_lens=lens, qo_indptr=int32(step.qo_indptr), **sizes
+        )
+        own = plan.own_positions(position, request)
+        new = (position + kv_indptr[request]).to(place.device)
+        places = request.to(place.device), own.to(place.device)
+        append_paged_kv_cache(k[new], v[new], *places, *caches, block_table=table)
+        out, lse = plan.run(step.q.to(place.device), *caches, return_lse=True)
+        assert_close(out, lse, step, torch.float32, slice(None), slice(None))
+
+
 CASES: dict[str, Case] = {
+    **{f"ring, then decode, {name}": partial(check_prefill_then_decode, placement=name) for name in PLACEMENTS},
     "ring": check,
     "ring, every request cut": partial(check, min_chunk=1),
     "ring, no request cut": partial(check, min_chunk=1000),

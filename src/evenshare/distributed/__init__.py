@@ -8,6 +8,7 @@ __getattr__, __all__ = attach(
         "ColumnParallelLinear": "linear",
         "ContextPlan": "context",
         "HeadShare": "shares",
+        "KeyMove": "exchange",
         "PageRanges": "placement",
         "PeerError": "ranks",
         "RingPlan": "ring",

@@ -72,6 +72,12 @@ class ContextPlan:
             self._shared.update()
         self._ratio = 0
 
+    def own_positions(self, position: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
+        """Where this rank is to write keys at `position` of `request` (integers [n]): positions for `append_paged_kv_cache`, -1
+        for keys of other ranks, which it skips."""
+        owner, local = self._placement.locate(position, request)
+        return torch.where(owner == self.ranks.rank, local, -1)
+
     def run(
         self,
         q: torch.Tensor,

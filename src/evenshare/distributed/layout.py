@@ -39,13 +39,17 @@ class TokenLayout:
         """int64 [count]: of a rank's tokens, each in its request, in the order in which the rank holds them."""
         return ranges(self.begin[rank].flatten(), self.lens[rank].flatten())
 
+    def requests(self, rank: int) -> torch.Tensor:
+        """int64 [count]: the request of each of a rank's tokens."""
+        return torch.arange(len(self.starts)).repeat_interleave(self.lens[rank].sum(1))
+
     def tokens(self, rank: int) -> torch.Tensor:
         """int64 [count]: the same tokens as rows of the whole batch."""
-        return self.positions(rank) + self.starts.repeat_interleave(self.lens[rank].sum(1))
+        return self.positions(rank) + self.starts[self.requests(rank)]
 
     def shared(self, rank: int) -> torch.Tensor:
         """bool [count]: whether a token is of a request that was cut, so that other ranks want its key."""
-        return self.cut.repeat_interleave(self.lens[rank].sum(1))
+        return self.cut[self.requests(rank)]
 
 
 def ranges(begin: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:

@@ -160,9 +160,12 @@ def parallelize(model: nn.Module, plan: Mapping[str, str], *, unit: int = 1, gro
 
 
 def _shape(linear: nn.Module) -> tuple[int, int]:
-    """(n, k) of the whole weight."""
-    n, k = linear.quantized.shape if isinstance(linear, QuantLinear) else linear.weight.shape  # type: ignore[union-attr,misc]
-    return n, k
+    """(n, k) of the whole weight; TypeError for what is no linear layer."""
+    if isinstance(linear, QuantLinear):
+        return linear.quantized.shape
+    if not isinstance(linear, nn.Linear):
+        raise TypeError(f"linear: got {type(linear).__name__}, want an nn.Linear or a QuantLinear")
+    return linear.out_features, linear.in_features
 
 
 def _replace(

@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 from evenshare.attention import AttentionPlan, merge_state, plan_attention
 from evenshare.device.checks import check_is_tensor
+from evenshare.distributed.exchange import KeyMove
 from evenshare.distributed.halo import Halo
 from evenshare.distributed.layout import TokenLayout, indptr_of, lay_out
+from evenshare.distributed.placement import Placement
 from evenshare.distributed.ranks import Group, Ranks, find_ranks
 
 MIN_CHUNK = 128  # tokens: a row tile of the prefill kernels; below that a cut makes tiles emptier, not fewer
@@ -91,6 +93,12 @@ class RingPlan:
         for rank, count in enumerate(counts):
             whole[self.layout.tokens(rank).to(x.device)] = rows[rank, :count]
         return whole
+
+    def move_to(self, placement: Placement) -> KeyMove:
+        """Plan how keys get from this layout to the ranks that keep them for decode: placement, with tensors on the host."""
+        if placement.num_ranks != self.ranks.size:
+            raise ValueError(f"placement: got one for {placement.num_ranks} ranks, want the group's {self.ranks.size}")
+        return KeyMove(self.ranks, self.layout, placement, self.tokens.device)
 
     def _go_round(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """States of all steps, merged in float32 in the order of steps."""

@@ -1,8 +1,8 @@
 """The products of many tokens: W becomes 16-bit numbers once, in a workspace of bounded size, and the GEMM does the rest.
 
 A fused kernel unpacks every weight again for each tile of tokens and keeps the tensor cores waiting for it; a dequantised weight is
-written and read once. Its numbers are rounded to the dtype of x, a relative error of 2^-9 in bfloat16 and 2^-12 in float16, where
-the fused Hopper kernel holds codes exactly and scales sums.
+written and read once. Its numbers are rounded to the dtype of x, by up to 2^-8 of themselves in bfloat16 and 2^-11 in float16,
+where the fused Hopper kernel holds codes exactly and scales sums.
 """
 
 from __future__ import annotations

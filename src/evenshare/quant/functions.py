@@ -40,7 +40,9 @@ def w4a16_matmul(
     backend: None (by device), "cpu" or "triton".
 
     Returns [..., n_out] in the dtype of x; an empty x gives an empty result. On a GPU the weight is split along k by even shares
-    (arXiv 2301.03598, 2402.00025) and results repeat bit for bit. On the CPU, bfloat16 rounds scales to bfloat16.
+    (arXiv 2301.03598, 2402.00025) and results repeat bit for bit. On Hopper, codes and scales act exactly on 16-bit x of up to some
+    700 rows; for more, weights are rounded to the dtype of x, into a temporary of up to 256 MB. On the CPU, bfloat16 rounds scales
+    to bfloat16.
 
     Raises TypeError for a wrong dtype and ValueError for a wrong shape, device, activation or backend, before any work.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -150,8 +151,10 @@ def read_times(path: Path, commit: str) -> dict[Shape, Times]:
     return {Shape(row.m, row.n, row.k): row for row in rows}
 
 
-def measured(path: Path, shapes: Sequence[Shape], target: Target, commit: str) -> Iterator[Times]:
-    """The times of the shapes, from the file or measured and appended to it."""
+def measured(
+    path: Path, shapes: Sequence[Shape], target: Target, commit: str, deadline: float = math.inf
+) -> Iterator[Times]:
+    """The times of the shapes, from the file or measured and appended to it; after `deadline`, by time.monotonic, none is measured."""
     known = read_times(path, commit)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a" if known else "w", newline="") as file:
@@ -162,6 +165,8 @@ def measured(path: Path, shapes: Sequence[Shape], target: Target, commit: str) -
         for shape in shapes:
             found = known.get(shape)
             if found is None:
+                if time.monotonic() > deadline:
+                    continue
                 found = measure(shape, target)
                 values = [getattr(found, name) for name in NAMES]
                 writer.writerow([f"{value:.3f}" if isinstance(value, float) else value for value in values])
@@ -199,19 +204,25 @@ def table(rounded: Sequence[Times], unrounded: Sequence[Times]) -> Iterator[Row]
             yield from summarise(against, known)
 
 
-def fill(bench: harness.Bench, everything: bool, count: int) -> None:
+def fill(bench: harness.Bench, everything: bool, count: int, seconds: float) -> None:
+    """seconds: after which nothing more is measured; the corpora share them by their numbers of shapes."""
     target = select_target(bench.device, "triton")
     commit = harness.current_commit()
-    found = []
+    samples = {}
     for name, multiple, usual in (
         ("gemm_corpus", 8, count),
         ("gemm_corpus_unrounded", 1, min(count, SAMPLE_UNROUNDED)),
     ):
         shapes = corpus(multiple)
-        shapes = stratified(shapes, len(shapes) if everything else usual)
+        samples[name] = stratified(shapes, len(shapes) if everything else usual)
+    begin, total, done, found = time.monotonic(), sum(map(len, samples.values())), 0, []
+    for name, shapes in samples.items():
+        done += len(shapes)
         path = RESULTS / f"{name}-{slug(torch.cuda.get_device_name(bench.device))}.csv"
-        steps = measured(path, shapes, target, commit)
+        steps = measured(path, shapes, target, commit, begin + seconds * done / max(total, 1))
         found.append(list(track(steps, name, len(shapes), console=bench.console)))
+        if len(found[-1]) < len(shapes):
+            bench.console.print(f"{name}: {len(found[-1])} of {len(shapes)} shapes; the next run goes on with the rest")
     for row in table(*found):
         bench.add(row)
 
@@ -220,5 +231,7 @@ if __name__ == "__main__":
     parser = harness.make_parser("gemm_corpus", __doc__)
     parser.add_argument("--all", action="store_true", help=f"all {NUM_SHAPES} shapes of both corpora")
     parser.add_argument("--count", type=int, default=SAMPLE, metavar="N", help="shapes of a sample")
+    parser.add_argument("--seconds", type=float, default=math.inf, metavar="S", help="measure no longer than that")
     options = parser.parse_args()
-    sys.exit(harness.measure("gemm_corpus", options, partial(fill, everything=options.all, count=options.count), ()))
+    work = partial(fill, everything=options.all, count=options.count, seconds=options.seconds)
+    sys.exit(harness.measure("gemm_corpus", options, work, ()))

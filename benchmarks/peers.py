@@ -45,6 +45,16 @@ def matmul(name: str, a: torch.Tensor, b: torch.Tensor) -> Call | None:
     return lambda: torch.mm(a, b, out=out)
 
 
+def scaled_matmul(
+    name: str, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
+) -> Call | None:
+    """out [m, n] in bf16 of fp8 a [m, k] and b [k, n], k contiguous in both; sums as fast as cuBLAS can, whatever bits it keeps."""
+    if name != "cublas":
+        return None
+    fast = scale_a.dim() == 0 or scale_a.shape[1] == 1  # with scales of blocks torch has no choice
+    return lambda: torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
 def attention(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> Call | None:
     """Dense attention: q [B, Sq, Hq, D]; k, v [B, Skv, Hkv, D]; out [B, Sq, Hq, D]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

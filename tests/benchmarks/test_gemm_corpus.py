@@ -100,6 +100,19 @@ def test_a_stopped_run_goes_on(target: Target, tmp_path: Path, monkeypatch: pyte
     assert calls == [*shapes, shapes[0]]
 
 
+def test_a_run_stops_in_time_and_goes_on(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [Shape(8 * i, 16, 32) for i in range(1, 6)]
+    clock = iter(range(100))
+    monkeypatch.setattr(gemm_corpus.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(gemm_corpus, "measure", lambda shape, target: Times(shape.m, shape.n, shape.k, 1.5, 3.0))
+    path = tmp_path / "times.csv"
+    first = list(gemm_corpus.measured(path, shapes, target, "abc", deadline=2))
+    assert [times.m for times in first] == [8, 16, 24]
+    assert list(gemm_corpus.read_times(path, "abc")) == shapes[:3]
+    again = list(gemm_corpus.measured(path, shapes, target, "abc"))
+    assert [times.m for times in again] == [8, 16, 24, 32, 40]
+
+
 def test_the_summary() -> None:
     rounded = [Times(128, 128, 128, 2.0, 4.0, 8.0, 3.0, 2.0), Times(8192, 8192, 8192, 4.0, 2.0, 4.0, 5.0, 4.0)]
     unrounded = [Times(129, 131, 137, 5.0, 4.0)]

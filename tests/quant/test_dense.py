@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 import zlib
 from types import ModuleType
 from typing import Any
@@ -166,6 +168,27 @@ def test_experts_that_share_a_permutation(device: torch.device) -> None:
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-4)
 
 
+def test_one_slab_at_a_time_is_held(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "SLAB_BYTES", 4 << 10)
+    monkeypatch.setattr(dense, "SLAB_ROWS", 16)
+    weight, x = random_weight(96, 64, 32, device=device), torch.randn(4, 64, device=device)
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    plain = dense.dequantize
+
+    def watched(*arguments: Any, **options: Any) -> torch.Tensor:
+        gc.collect()  # the interpreter's arguments
+        assert all(storage() is None for storage in made)
+        slab = plain(*arguments, **options)
+        made.append(weakref.ref(slab.untyped_storage()))
+        return slab
+
+    monkeypatch.setattr(dense, "dequantize", watched)
+    product(x, weight)
+    offsets, target = torch.tensor([0, 1, 4], dtype=torch.int32, device=device), select_target(device, "triton")
+    dense.grouped_matmul(x, ExpertWeights(weight, 2), offsets, None, None, torch.empty(4, 48, device=device), target)
+    assert len(made) == 6 + 2
+
+
 def test_experts_pay_by_their_mean_of_tokens() -> None:
     assert not dense.pays(4096 * 2, 28672, 4096, num_experts=16)
     assert dense.pays(4096 * 2, 28672, 4096, num_experts=8)
@@ -249,7 +272,11 @@ def test_on_a_gpu(form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     target = select_target("cuda")
     out = torch.full((2048, 2304), torch.nan, dtype=dtype, device="cuda")
     launch.pack(weight, None, dtype, None, target)
-    dense.matmul(x, weight, None, None, None, out, target)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        dense.matmul(x, weight, None, None, None, out, target)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert_product(out, x, weight)
     first = out.clone()
     graph = torch.cuda.CUDAGraph()

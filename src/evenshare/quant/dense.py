@@ -149,14 +149,15 @@ def matmul(
     step = slab_rows(n_out, blocks, weight.stored_k, x.element_size())
     for first in range(0, n_out, step):
         columns = slice(first, min(first + step, n_out))
-        w = dequantize(weight, blocks, first, columns.stop - first, x.dtype, factor)
         epilogue = Epilogue(
             None if bias is None else bias.unflatten(0, (blocks, n_out))[:, columns].flatten(),
             activation,
             None if residual is None else residual[None, :, columns],
             alpha=1 / factor,
         )
+        w = dequantize(weight, blocks, first, columns.stop - first, x.dtype, factor)
         gemm.matmul(x[None], w.t()[None], epilogue, out[None, :, columns], target)
+        del w  # before the next one is made
 
 
 def grouped_matmul(
@@ -176,7 +177,7 @@ def grouped_matmul(
     for first in range(0, weights.num_experts, num_here):
         end = min(first + num_here, weights.num_experts)
         part = weights.weight.narrow(first * n, end * n)
-        w = dequantize(part, end - first, 0, n, x.dtype, offsets=offsets[first : end + 1])
         bias_here = None if bias is None else bias[first:end]
-        w = w.unflatten(0, (-1, n)).mT
+        w = dequantize(part, end - first, 0, n, x.dtype, offsets=offsets[first : end + 1]).unflatten(0, (-1, n)).mT
         gemm.grouped_matmul(x, w, offsets, bias_here, activation, None, None, x.shape[0], out, target, first)
+        del w

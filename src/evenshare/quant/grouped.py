@@ -31,8 +31,8 @@ def grouped_w4a16_matmul(
     activation, out, backend: as for `w4a16_matmul`.
 
     Returns [num_tokens, n_out] in the dtype of x. On a GPU it is one launch: its programs count the tiles of every expert and share
-    the k-steps of all of them evenly, however unevenly the rows are dealt (arXiv 2301.03598). Results repeat bit for bit. On Hopper,
-    from some 700 rows an expert on, weights are first rounded to the dtype of x, into a temporary of up to 256 MB, or one expert.
+    the k-steps of all of them evenly, however unevenly the rows are dealt (arXiv 2301.03598). Results repeat bit for bit. From some
+    700 rows an expert on, on Hopper, weights are first rounded to the dtype of x, into a temporary of up to 256 MB, or one expert.
 
     Raises TypeError for a wrong dtype and ValueError for a wrong shape, device, activation or backend, before any work, and on the
     CPU for offsets that decrease or leave x. On a GPU such offsets give rows without meaning, and touch no other memory.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -146,6 +147,70 @@ def check(
             assert_close(out, lse, batch, dtype, cut, rows, **mask)
 
 
+def check_graph(place: Place, lengths: tuple[list[int], list[int]], window_left: int = -1) -> None:
+    """Planning and running never wait for the GPU, and a graph that captures both serves requests that grow."""
+    dtype, grown = torch.bfloat16, 5
+    torch.manual_seed(0)
+    batch = random_batch(lengths[0], [n + grown for n in lengths[1]], (8, 2), 64)
+    dealt = RoundRobin(PAGE, place.size)
+    k, v, table = to_local_pages(batch, dealt, place, dtype, "NHD")
+    lens = int32(lengths[1], place.device)
+    plan = plan_context_attention(
+        placement=dealt,
+        block_table=table,
+        kv_lens=lens,
+        qo_indptr=int32(batch.qo_indptr, place.device),
+        num_qo_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype=dtype,
+        window_left=window_left,
+        max_q_len=max(lengths[0]),
+        max_q_rows=sum(lengths[0]),
+    )
+    q = batch.q.to(place.device, dtype)
+    plan.run(q, k, v)
+    torch.cuda.set_sync_debug_mode("error")
+    plan.update()
+    plan.run(q, k, v)
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.update()
+        out, lse = plan.run(q, k, v, return_lse=True)
+    lens += grown
+    graph.replay()
+    assert_close(out, lse, batch, dtype, slice(None), slice(None), window_left=window_left)
+
+
+def check_fp8(place: Place) -> None:
+    """Codes of keys and values with their scales."""
+    torch.manual_seed(0)
+    qo_lens, kv_lens = APPEND
+    batch = random_batch(qo_lens, kv_lens, (8, 2), 32)
+    batch = replace(batch, **{name: getattr(batch, name).to(torch.float8_e4m3fn).float() for name in "kv"})
+    dealt = RoundRobin(PAGE, place.size)
+    k, v, table = to_local_pages(batch, dealt, place, torch.float32, "NHD")
+    plan = plan_context_attention(
+        placement=dealt,
+        block_table=table.cpu(),
+        kv_lens=int32(kv_lens),
+        qo_indptr=int32(batch.qo_indptr),
+        num_qo_heads=8,
+        num_kv_heads=2,
+        head_dim=32,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.float8_e4m3fn,
+        device=place.device,
+    )
+    q = batch.q.to(place.device, torch.bfloat16)
+    codes = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    out, lse = plan.run(q, *codes, k_scale=0.5, v_scale=0.25, return_lse=True)
+    scaled = replace(batch, k=batch.k * 0.5, v=batch.v * 0.25)
+    assert_close(out, lse, scaled, torch.bfloat16, slice(None), slice(None))
+
+
 def check_two_steps(place: Place) -> None:
     """Results so large that shares are exchanged and gathered."""
     from evenshare.distributed import states
@@ -174,6 +239,7 @@ CASES: dict[str, Case] = {
     "requests grow": partial(check, grown=3),
     "requests grow, append": partial(check, grown=3, lengths=APPEND),
     "requests grow, window": partial(check, grown=3, lengths=APPEND, window_left=5),
+    "fp8 keys": check_fp8,
     "exchange, then gather": check_two_steps,
     "no tokens": partial(check, lengths=([0, 0], [5, 0])),
     "no requests": partial(check, lengths=([], [])),
@@ -187,4 +253,11 @@ CASES: dict[str, Case] = {
     },
     "metadata on the device": partial(check, lengths=APPEND, on_device=True),
     "metadata on the device, window": partial(check, lengths=APPEND, on_device=True, window_left=5),
+}
+
+# What only a GPU does.
+GPU_CASES: dict[str, Case] = {
+    "graph, decode": partial(check_graph, lengths=([1, 1, 1], [200, 1, 37])),
+    "graph, append": partial(check_graph, lengths=([3, 1, 5], [200, 1, 37])),
+    "graph, window": partial(check_graph, lengths=([3, 1, 5], [200, 1, 37]), window_left=20),
 }

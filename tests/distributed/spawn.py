@@ -19,7 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = datetime.timedelta(seconds=20)
+# That a rank waits for the others, and that all cases may take; kernels for a GPU are compiled first.
+SECONDS = {"cpu": (20, 300), "cuda": (180, 1500)}
+    "cpu": (20, 300),
+    "cuda": (180, 1500),
+}  # that a rank waits for others, and that all cases take; a GPU's are compiled first
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ def run_cases(cases: dict[str, Case], size: int, device_type: str = "cpu") -> di
         for worker in workers:
             worker.start()
         for worker in workers:
-            worker.join(300)
+            worker.join(SECONDS[device_type][1])
         for worker in workers:
             worker.kill()
         found = Path(folder) / "results"
@@ -67,7 +71,7 @@ def _work(rank: int, size: int, device_type: str, cases: dict[str, Case], folder
         init_method=f"file://{folder}/group",
         rank=rank,
         world_size=size,
-        timeout=TIMEOUT,
+        timeout=datetime.timedelta(seconds=SECONDS[device_type][0]),
         device_id=None if device_type == "cpu" else device,
     )
     place = Place(rank, size, device)

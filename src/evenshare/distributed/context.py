@@ -95,7 +95,15 @@ class ContextPlan:
         Raises `PeerError` if another rank is gone.
         """
         check_is_tensor(q=q, k_cache=k_cache, v_cache=v_cache)
-        rows = self._plan_rows(k_cache, v_cache) if self._width else None
+        rows = None
+        if self._width:
+            (k_rows, ratio), (v_rows, other) = (
+                self._single_keys("k_cache", k_cache),
+                self._single_keys("v_cache", v_cache),
+            )
+            if ratio != other:
+                raise ValueError(f"v_cache: got pages {other} keys apart, want {ratio}, as those of k_cache")
+            rows = self._plan_rows(ratio)
         plan = self._shared or rows
         assert plan is not None
         sizes = q.shape[0], plan.problem.num_qo_heads, plan.problem.head_dim_v
@@ -103,11 +111,10 @@ class ContextPlan:
         if self._shared is not None:
             self._shared.run(q, k_cache, v_cache, out=states.o, lse=states.lse, **scales)
         if rows is not None:
-            keys = self._single_keys("k_cache", k_cache)[0], self._single_keys("v_cache", v_cache)[0]
             if self._shared is None:
-                rows.run(q, *keys, out=states.o, lse=states.lse, **scales)
+                rows.run(q, k_rows, v_rows, out=states.o, lse=states.lse, **scales)
             else:
-                o, lse = rows.run(q, *keys, return_lse=True, **scales)
+                o, lse = rows.run(q, k_rows, v_rows, return_lse=True, **scales)
                 merge_state(states.o, states.lse, o, lse, out=states.o, lse_out=states.lse)
         out, lse = combine(states, self.ranks, self.output)
         return (out, lse) if return_lse else out
@@ -124,12 +131,13 @@ class ContextPlan:
         """Metadata of rows as requests over pages of one key: what each sees apart from the shared keys."""
         device, page_size = self._kv_lens.device, self._placement.page_size
         row = torch.arange(self._max_q_rows, device=device)
+        row_indptr = torch.arange(self._max_q_rows + 1, device=device)
         if self._qo_indptr is None:
-            request, num_rows, first = row, row.new_tensor(self._max_q_rows), self._kv_lens.long() - 1
-            position = first
+            request, position = row, self._kv_lens.long() - 1
+            first = position
         else:
             indptr = self._qo_indptr.long()
-            num_rows = indptr[-1]
+            row_indptr = row_indptr.minimum(indptr[-1])  # rows past the last request are nobody's
             request = (torch.searchsorted(indptr, row, right=True) - 1).clamp(0, max(len(self._kv_lens) - 1, 0))
             first = (self._kv_lens - (indptr[1:] - indptr[:-1]))[request]
             position = first + row - indptr[request]
@@ -139,16 +147,13 @@ class ContextPlan:
         column = (index // page_size).clamp(max=self._table.shape[1] - 1)
         key = self._table[request[:, None], column].long() * ratio + index % page_size
         return {
-            "qo_indptr": torch.arange(self._max_q_rows + 1, device=device).minimum(num_rows).int(),
+            "qo_indptr": row_indptr.int(),
             "block_table": torch.where(index < high[:, None], key, 0).int(),
             "kv_lens": (high - low).clamp(0, self._width).int(),
         }
 
-    def _plan_rows(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> AttentionPlan:
-        """The rows' plan for caches with these strides; made by the first run after an update."""
-        (_, ratio), (_, other) = self._single_keys("k_cache", k_cache), self._single_keys("v_cache", v_cache)
-        if ratio != other:
-            raise ValueError(f"v_cache: got pages {other} keys apart, want {ratio}, as those of k_cache")
+    def _plan_rows(self, ratio: int) -> AttentionPlan:
+        """The rows' plan for a cache whose pages are `ratio` keys apart; made by the first run after an update."""
         if self._rows is None:
             self._rows_metadata = self._list_rows(ratio)
             self._rows = self._plan(**self._rows_metadata, page_size=1, max_q_rows=self._max_q_rows)

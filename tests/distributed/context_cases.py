@@ -246,9 +246,9 @@ CASES: dict[str, Case] = {
     **{
         f"portable kernels, {name}": partial(check, backend="triton", dtypes=(torch.float32,), heads=(4, 2), **case)
         for name, case in {
-            "decode": {"planner": "device"},
-            "append": {"lengths": ([3, 1, 2], [13, 1, 9])},
-            "window": {"lengths": ([3, 1, 2], [13, 1, 9]), "window_left": 5, "planner": "device"},
+            "decode": {"lengths": ([1, 1, 1], [13, 0, 2]), "planner": "device"},
+            "append": {"lengths": ([3, 1], [13, 1])},
+            "window": {"lengths": ([3, 1], [13, 1]), "window_left": 5, "planner": "device"},
         }.items()
     },
     "metadata on the device": partial(check, lengths=APPEND, on_device=True),

@@ -21,9 +21,6 @@ import torch.multiprocessing as mp
 
 # That a rank waits for the others, and that all cases may take; kernels for a GPU are compiled first.
 SECONDS = {"cpu": (20, 300), "cuda": (180, 1500)}
-    "cpu": (20, 300),
-    "cuda": (180, 1500),
-}  # that a rank waits for others, and that all cases take; a GPU's are compiled first
 
 
 @dataclass(frozen=True)

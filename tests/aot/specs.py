@@ -23,10 +23,12 @@ from evenshare.schedule.kernels import parts, shares
 if __package__:
     from tests.aot.hopper_gemm_specs import hopper_fp8_specs, hopper_skinny_specs, portable_fp8_specs
     from tests.aot.ops_specs import ops_specs
+    from tests.aot.sparse_specs import sparse_specs
     from tests.aot.variant_specs import variant_specs
 else:  # beside the script that compiles them
     from hopper_gemm_specs import hopper_fp8_specs, hopper_skinny_specs, portable_fp8_specs
     from ops_specs import ops_specs
+    from sparse_specs import sparse_specs
     from variant_specs import variant_specs
 
 # ptxas keeps a few registers on the stack around the calls that divide 64-bit integers, outside the loops.
@@ -758,6 +760,7 @@ def all_specs() -> list[Spec]:
         *(profiled(next(specs())) for specs in (attention_specs, hopper_specs, decode_specs)),
         *merge_specs(),
         *small_specs(),
+        *sparse_specs(Spec, pointers),
         *ops_specs(Spec, pointers),
         *variant_specs(attention_specs()),
     ]

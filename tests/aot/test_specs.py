@@ -22,6 +22,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Called by kernels of other files, never launched.
 DEVICE_FUNCTIONS = {"request_bounds", "store_segment", "clear_segments", "dequantize", "accumulate"}
 DEVICE_FUNCTIONS |= {"tile_coordinates", "coordinates", "next_stage", "stage_before", "parts_of_64", "store_columns", "arrive", "merge"}
+DEVICE_FUNCTIONS |= {"join", "merge_tile", "with_sink", "store_rows"}
 DEVICE_FUNCTIONS |= {"integers", "looked_up", "as_pair", "as_operand", "parts_of", "zeros_of"}
 BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
 

@@ -22,13 +22,14 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
+    from evenshare.attention.variants.eager import Place
     from evenshare.attention.variants.variant import Variant
 
 # Elements of the largest intermediate (scores or mask) of one chunk of rows: 64 MiB in fp32.
 MAX_CHUNK = 1 << 24
 
 
-class _Rule(NamedTuple):
+class Rule(NamedTuple):
     causal: bool
     window_left: int
     logits_soft_cap: float | None
@@ -69,7 +70,7 @@ def ragged_attention(
     compute_dtype: None computes as the module says; torch.float64 is the oracle.
     variant: see `evenshare.Variant`; first_request: the number that its functions know the first request by.
     """
-    rule = _Rule(causal, window_left, logits_soft_cap, sm_scale, k_scale, v_scale, compute_dtype, variant)
+    rule = Rule(causal, window_left, logits_soft_cap, sm_scale, k_scale, v_scale, compute_dtype, variant)
     _clear_unowned_rows(out, lse, qo_indptr)
     for r in range(len(qo_indptr) - 1):
         rows, keys = slice(qo_indptr[r], qo_indptr[r + 1]), slice(kv_indptr[r], kv_indptr[r + 1])
@@ -105,7 +106,7 @@ def paged_attention(
 
     Raises ValueError, before anything is written, if a needed page is outside the cache.
     """
-    rule = _Rule(causal, window_left, logits_soft_cap, sm_scale, k_scale, v_scale, compute_dtype, variant)
+    rule = Rule(causal, window_left, logits_soft_cap, sm_scale, k_scale, v_scale, compute_dtype, variant)
     num_pages, page_size = k_cache.shape[0], k_cache.shape[1]
     pages = [
         _needed_pages(page_lists[r], -(-kv_len // page_size), num_pages, request=r) for r, kv_len in enumerate(kv_lens)
@@ -120,10 +121,10 @@ def paged_attention(
 def _clear_unowned_rows(out: torch.Tensor, lse: torch.Tensor | None, qo_indptr: Sequence[int]) -> None:
     for begin, end in ((0, qo_indptr[0]), (qo_indptr[-1], out.shape[0])):
         if end > begin:
-            _clear_rows(out[begin:end], None if lse is None else lse[begin:end])
+            clear_rows(out[begin:end], None if lse is None else lse[begin:end])
 
 
-def _clear_rows(out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def clear_rows(out: torch.Tensor, lse: torch.Tensor | None) -> None:
     out.fill_(0)
     if lse is not None:
         lse.fill_(float("-inf"))
@@ -158,7 +159,7 @@ def _request(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    rule: _Rule,
+    rule: Rule,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     number: int,
@@ -166,11 +167,11 @@ def _request(
     """Request `number`: q [n, Hq, D], k [m, Hkv, D], v [m, Hkv, Dv] -> out [n, Hq, Dv], lse [n, Hq]."""
     num_rows, num_keys = q.shape[0], k.shape[0]
     fp8 = k.dtype == torch.float8_e4m3fn
-    k, v = _widened(k, "key", rule.k_scale, rule, number), _widened(v, "value", rule.v_scale, rule, number)
+    k, v = widened(k, "key", rule.k_scale, rule, number), widened(v, "value", rule.v_scale, rule, number)
     shift = num_keys - num_rows  # bottom-right aligned: the last key that row i sees, if causal, is shift + i
     empty = num_rows if num_keys == 0 else min(num_rows, max(0, -shift)) if rule.causal else 0
     if empty:
-        _clear_rows(out[:empty], None if lse is None else lse[:empty])
+        clear_rows(out[:empty], None if lse is None else lse[:empty])
     explicit = lse is not None or bool(rule.logits_soft_cap) or rule.compute_dtype is not None or fp8
     explicit |= rule.variant is not None
     windowed = 0 <= rule.window_left < num_keys - 1
@@ -184,30 +185,43 @@ def _request(
         mask = _mask(range(shift + begin, shift + end), range(first, last), rule, q.device)
         rows, keys, values = slice(begin, end), k[first:last], v[first:last]
         if explicit:
-            place = (number, shift + begin, first)
-            _formula(q[rows], keys, values, mask, rule, place, out[rows], None if lse is None else lse[rows])
+            place = _place(number, q.shape[1], range(shift + begin, shift + end), range(first, last), q.device)
+            formula(q[rows], keys, values, mask, rule, place, out[rows], None if lse is None else lse[rows])
         else:
             _fused(q[rows], keys, values, mask, out[rows], rule.sm_scale)
 
 
-def _widened(x: torch.Tensor, transform: str, scale: torch.Tensor | None, rule: _Rule, number: int) -> torch.Tensor:
-    """Keys or values after the variant's transform, if it has one, and times their scale."""
+def widened(
+    x: torch.Tensor,
+    transform: str,
+    scale: torch.Tensor | None,
+    rule: Rule,
+    request: int,
+    heads: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Keys or values [keys, KV heads, D] after the variant's transform, if it has one, and times their scale.
+
+    heads, positions: those of x; None: all, from 0 on.
+    """
     function = None if rule.variant is None else rule.variant.transforms.get(transform)
     if function is None and x.dtype != torch.float8_e4m3fn:
         return x
     x = x.to(rule.compute_dtype or torch.float32)
     if function is not None:
-        x = _transformed(function, x, number, 0)
+        heads = torch.arange(x.shape[1], device=x.device) if heads is None else heads
+        positions = torch.arange(x.shape[0], device=x.device) if positions is None else positions
+        x = _transformed(function, x, request, heads, positions)
     return x if scale is None else x * scale.to(x.dtype).view(-1, 1)
 
 
-def _transformed(function: Callable[..., Any], x: torch.Tensor, number: int, first: int) -> torch.Tensor:
+def _transformed(function: Callable[..., Any], x: torch.Tensor, *place: Any) -> torch.Tensor:
     from evenshare.attention.variants.eager import transformed
 
-    return transformed(function, x, number, first)
+    return transformed(function, x, *place)
 
 
-def _mask(rows: range, keys: range, rule: _Rule, device: torch.device) -> torch.Tensor | None:
+def _mask(rows: range, keys: range, rule: Rule, device: torch.device) -> torch.Tensor | None:
     """Bool [rows, keys], True where the row sees the key; None if all do. A row's number is its last causal key."""
     below = rule.causal and keys.stop - 1 > rows.start
     above = 0 <= rule.window_left < rows.stop - 1 - keys.start
@@ -221,24 +235,35 @@ def _mask(rows: range, keys: range, rule: _Rule, device: torch.device) -> torch.
     return seen & (key <= row) if below else seen
 
 
-def _formula(
+def _place(request: int, num_heads: int, rows: range, keys: range, device: torch.device) -> Place:
+    from evenshare.attention.variants.eager import Place
+
+    spans = (range(num_heads), rows, keys)
+    return Place(request, *(torch.arange(span.start, span.stop, device=device) for span in spans))
+
+
+def formula(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    rule: _Rule,
-    place: tuple[int, int, int],
+    rule: Rule,
+    place: Place,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    num_unmasked: int = 0,
 ) -> None:
-    """place: the request's number, and the positions of the first row and the first key."""
+    """q [rows, heads, D], k, v [keys, KV heads, D] -> out, lse, overwritten; k and v after their transforms.
+
+    mask: bool [rows, keys] or None. num_unmasked: of the keys, the first ones, which the variant's mask does not hide.
+    """
     num_rows, num_kv_heads = q.shape[0], k.shape[1]
     by_kv_head = (num_rows, num_kv_heads, q.shape[1] // num_kv_heads, -1)
     dtype = rule.compute_dtype or torch.float32
     transforms = {} if rule.variant is None else rule.variant.transforms
     q = q.to(dtype)
     if "query" in transforms:
-        q = _transformed(transforms["query"], q, *place[:2])
+        q = _transformed(transforms["query"], q, place.request, place.heads, place.rows)
     # The query heads of a KV head are rows of one matrix: no key is repeated.
     packed = q.reshape(by_kv_head).permute(1, 2, 0, 3).flatten(1, 2)
     scores = torch.bmm(packed, k.to(dtype).permute(1, 2, 0)).mul_(rule.sm_scale)
@@ -249,19 +274,20 @@ def _formula(
         from evenshare.attention.variants.eager import modified
 
         by_head = scores.view(q.shape[1], num_rows, -1)
-        scores = modified(rule.variant, by_head, *place).contiguous().view_as(scores)
+        scores = modified(rule.variant, by_head, place, num_unmasked).contiguous().view_as(scores)
         softmax = rule.variant.softmax
         hidden = hidden if softmax else 0.0
     if mask is not None:
         scores.view(num_kv_heads, -1, *mask.shape).masked_fill_(~mask, hidden)
     if softmax:
-        weights, total, peak = _weights(scores, rule.variant)
+        weights, total, peak = _weights(scores, rule.variant, place.heads)
         values = torch.bmm(weights, v.to(dtype).transpose(0, 1)).div_(total)
     else:
         values = torch.bmm(scores, v.to(dtype).transpose(0, 1))
     by_row = values.view(num_kv_heads, -1, num_rows, values.shape[-1]).permute(2, 0, 1, 3)
     if "output" in transforms:
-        changed = _transformed(transforms["output"], by_row.flatten(1, 2), *place[:2]).view_as(by_row)
+        at = place.request, place.heads, place.rows
+        changed = _transformed(transforms["output"], by_row.flatten(1, 2), *at).view_as(by_row)
         if softmax:  # what hides all keys of a row leaves it 0
             without_keys = (peak == float("-inf")).view(num_kv_heads, -1, num_rows).permute(2, 0, 1)
             changed = changed.masked_fill(without_keys.unsqueeze(-1), 0.0)
@@ -272,7 +298,9 @@ def _formula(
         lse.view(by_kv_head[:3]).copy_(logsumexp.permute(2, 0, 1))
 
 
-def _weights(scores: torch.Tensor, variant: Variant | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _weights(
+    scores: torch.Tensor, variant: Variant | None, heads: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """scores [Hkv, group * rows, keys], overwritten -> (weights, their sum, what was subtracted from the scores)."""
     peak = scores.amax(-1, keepdim=True)
     if variant is None:
@@ -281,13 +309,8 @@ def _weights(scores: torch.Tensor, variant: Variant | None) -> tuple[torch.Tenso
     without_keys = peak == float("-inf")
     base = peak.masked_fill(without_keys, 0.0)
     if variant.sinks is not None:
-        sinks = (
-            variant.sinks.detach()
-            .to(scores)
-            .view(-1, 1, 1)
-            .expand(-1, scores.shape[0] * scores.shape[1] // len(variant.sinks), 1)
-        )
-        sinks = sinks.reshape(peak.shape)
+        sinks = variant.sinks.detach()[heads].to(scores)
+        sinks = sinks.repeat_interleave(peak.numel() // len(sinks)).view(peak.shape)
         base = torch.maximum(base, sinks)
     weights = scores.sub_(base).exp_()
     total = weights.sum(-1, keepdim=True)

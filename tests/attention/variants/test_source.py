@@ -38,10 +38,11 @@ def in_the_kernel(variant: Variant, scores: torch.Tensor, h: int, first_q: int) 
 
 
 def in_torch(variant: Variant, scores: torch.Tensor, h: int, first_q: int) -> torch.Tensor:
-    from evenshare.attention.variants.eager import modified
+    from evenshare.attention.variants.eager import Place, modified
 
     heads = scores.expand(h + 1, ROWS, KEYS).double()  # of which the last one is asked for
-    return modified(variant, heads, 1, first_q, 3)[h]
+    place = Place(1, torch.arange(h + 1), torch.arange(first_q, first_q + ROWS), torch.arange(3, 3 + KEYS))
+    return modified(variant, heads, place)[h]
 
 
 def check_both(variant: Variant, device: torch.device, h: int = 2, first_q: int = 4) -> None:

@@ -219,8 +219,9 @@ def test_rope_far_away_is_that_of_apply_rope(interleave: bool) -> None:
     x = torch.randn(3, 2, DIM)
     turn = variants.rope(16, interleave=interleave, rope_theta=1e6)
     for first in (0, 1_000_000, 2**31 - 3):
+        positions = torch.arange(first, first + 3)
         want, _ = apply_rope(x, x, torch.arange(first, first + 3), rotary_dim=16, interleave=interleave, rope_theta=1e6)
-        torch.testing.assert_close(transformed(turn, x, 0, first), want, atol=1e-6, rtol=0)
+        torch.testing.assert_close(transformed(turn, x, 0, torch.arange(2), positions), want, atol=1e-6, rtol=0)
 
 
 def test_a_table_that_ends(place: Place) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -11,43 +11,49 @@ from torch.overrides import TorchFunctionMode
 from evenshare.attention.variants.variant import Variant
 
 
-@torch.no_grad()
-def modified(variant: Variant, scores: torch.Tensor, request: int, first_q: int, first_kv: int) -> torch.Tensor:
-    """Scores [Hq, rows, keys] after the variant's functions; hidden ones are -inf, or 0 without softmax.
+class Place(NamedTuple):
+    """Where a block of scores lies: its request's number, its query heads, and the positions of its rows and keys, int64."""
 
-    request: its number in the batch. first_q, first_kv: positions of the first row and of the first key.
+    request: int
+    heads: torch.Tensor
+    rows: torch.Tensor
+    keys: torch.Tensor
+
+
+@torch.no_grad()
+def modified(variant: Variant, scores: torch.Tensor, place: Place, num_unmasked: int = 0) -> torch.Tensor:
+    """Scores [heads, rows, keys] after the variant's functions; hidden ones are -inf, or 0 without softmax.
+
+    num_unmasked: of the keys, the first ones, which the mask does not hide.
     """
-    device = scores.device
-    b = torch.tensor(request, device=device)
-    h, q_idx, kv_idx = (
-        torch.arange(begin, begin + size, device=device)
-        for begin, size in zip((0, first_q, first_kv), scores.shape, strict=True)
-    )
+    positions = torch.tensor(place.request, device=scores.device), *place[1:]
     with _IndexByValues():
         if variant.score_mod is not None:
-            changed = _mapped(variant.score_mod, with_score=True)(scores, b, h, q_idx, kv_idx)
+            changed = _mapped(variant.score_mod, with_score=True)(scores, *positions)
             scores = changed.to(scores.dtype)
         if variant.mask_mod is not None:
-            seen = _mapped(variant.mask_mod, with_score=False)(b, h, q_idx, kv_idx)
-            scores = torch.where(seen.bool(), scores, float("-inf") if variant.softmax else 0.0)
+            seen = _mapped(variant.mask_mod, with_score=False)(*positions).bool()
+            seen = seen | (torch.arange(seen.shape[-1], device=seen.device) < num_unmasked)
+            scores = torch.where(seen, scores, float("-inf") if variant.softmax else 0.0)
     return scores
 
 
 @torch.no_grad()
-def transformed(function: Callable[..., Any], x: torch.Tensor, request: int, first: int) -> torch.Tensor:
-    """x [tokens, heads, D] after a transform. request: its number in the batch. first: position of the first token."""
+def transformed(
+    function: Callable[..., Any], x: torch.Tensor, request: int, heads: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """x [tokens, heads, D] after a transform. request: its number in the batch; heads, positions: those of x, int64."""
     if x.numel() == 0:
         return x
-    b = torch.tensor(request, device=x.device)
-    position, h, d = (torch.arange(size, device=x.device) for size in x.shape)
 
     def tensor_function(row: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(function(row, *place), device=x.device).expand(x.shape[-1:])
 
     mapped = torch.vmap(tensor_function, in_dims=(0, None, 0, None, None))
     mapped = torch.vmap(mapped, in_dims=(0, None, None, 0, None))
+    b, d = torch.tensor(request, device=x.device), torch.arange(x.shape[-1], device=x.device)
     with _IndexByValues():
-        return mapped(x, b, h, position + first, d).to(x.dtype)
+        return mapped(x, b, heads, positions, d).to(x.dtype)
 
 
 def _mapped(function: Callable[..., Any], with_score: bool) -> Callable[..., Any]:

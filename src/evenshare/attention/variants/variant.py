@@ -94,10 +94,12 @@ class Variant:
         ███·
         ████
         """
-        from evenshare.attention.variants.eager import modified
+        from evenshare.attention.variants.eager import Place, modified
 
         device = self.tensors[0].device if self.tensors else None
-        scores = modified(self, torch.zeros(h + 1, qo_len, kv_len, device=device), b, kv_len - qo_len, 0)[h]
+        heads, keys = (torch.arange(size, device=device) for size in (h + 1, kv_len))
+        place = Place(b, heads, torch.arange(kv_len - qo_len, kv_len, device=device), keys)
+        scores = modified(self, torch.zeros(h + 1, qo_len, kv_len, device=device), place)[h]
         hidden = float("-inf") if self.softmax else 0.0
         seen = scores[scores != hidden]
         low, high = (float(seen.min()), float(seen.max())) if len(seen) else (0.0, 0.0)

@@ -1,0 +1,13 @@
+"""Attention over some of the keys: block masks, and pages that are selected for each query."""
+
+from evenshare._lazy import attach
+
+__getattr__, __all__ = attach(
+    __name__,
+    {
+        "BlockSparsity": "blocks",
+        "BlockSparsePlan": "plan",
+        "block_sparse_attention": "plan",
+        "plan_block_sparse_attention": "plan",
+    },
+)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from evenshare import attention, matmul
 from evenshare.distributed import ColumnParallelLinear, RowParallelLinear, even_share, parallelize, share_heads
-from evenshare.quant import QuantLinear
+from evenshare.quant import QuantLinear, quantize_model
 from tests.attention.helpers import int32
 from tests.distributed.spawn import Case, Place
 from tests.quant.helpers import random_permutation, random_weight
@@ -182,3 +182,32 @@ CASES: dict[str, Case] = {
     },
     "device mesh": check_device_mesh,
 }
+
+
+def check_transformers(place: Place) -> None:
+    """A Llama whose linears are replaced by the plan that its configuration names, 4-bit and 16-bit."""
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+        attn_implementation="eager",
+    )
+    ids = torch.randint(50, (2, 7), device=place.device)
+    for quantised in (False, True):
+        torch.manual_seed(0)
+        model = LlamaModel(config).to(place.device).eval()
+        if quantised:
+            quantize_model(model, 32)
+        with torch.no_grad():
+            want = model(ids).last_hidden_state
+            parallelize(model, config.base_model_tp_plan, unit=16)
+            got = model(ids).last_hidden_state
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+PAIR_CASES: dict[str, Case] = {"a transformers model": check_transformers}  # as many ranks as it has KV heads

@@ -11,6 +11,7 @@ from tests.distributed import context_cases, linear_cases, ring_cases
 from tests.distributed.spawn import Case, run_cases
 
 CASES: dict[str, Case] = {**linear_cases.CASES, **context_cases.CASES, **ring_cases.CASES}
+BY_SIZE: dict[int, dict[str, Case]] = {2: {**CASES, **linear_cases.PAIR_CASES}, 4: CASES}
 GPU_CASES: dict[str, Case] = {**CASES, **context_cases.GPU_CASES}
 
 
@@ -19,19 +20,28 @@ def results(size: int, device_type: str) -> dict[str, str]:
     """Ranks are started once for each number of them, and run all cases."""
     if device_type == "cuda":
         return run_cases(GPU_CASES, size, device_type)
-    return run_cases({name: case for name, case in CASES.items() if not on_gpu_only(name)}, size, device_type)
+    return run_cases({name: case for name, case in BY_SIZE[size].items() if not on_gpu_only(name)}, size, device_type)
 
 
 def on_gpu_only(name: str) -> bool:
     return "portable kernels" in name and torch.cuda.is_available()
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_on_gloo(size: int, name: str) -> None:
+def check_on_gloo(size: int, name: str) -> None:
     if on_gpu_only(name):
         pytest.skip("the interpreter is chosen at import, and this machine has a GPU")
     assert not (failure := results(size, "cpu")[name]), failure
+
+
+@pytest.mark.parametrize("name", BY_SIZE[2])
+def test_two_ranks_on_gloo(name: str) -> None:
+    check_on_gloo(2, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_SIZE[4])
+def test_four_ranks_on_gloo(name: str) -> None:
+    check_on_gloo(4, name)
 
 
 @pytest.mark.gpu

@@ -130,10 +130,9 @@ class RingPlan:
         ops = []
         for sent, received in zip(held, coming, strict=True):
             for op, x, peer in ((dist.isend, sent, rank + 1), (dist.irecv, received, rank - 1)):
-                if x.numel():
-                    ops.append(dist.P2POp(op, x.view(torch.uint8), group=self.ranks.group, group_peer=peer % size))
+                ops.append(dist.P2POp(op, x.view(torch.uint8), group=self.ranks.group, group_peer=peer % size))
         with self.ranks.talking(ABOUT):
-            return coming, dist.batch_isend_irecv(ops) if ops else []
+            return coming, dist.batch_isend_irecv(ops)
 
 
 def _plan_steps(layout: TokenLayout, ranks: Ranks, causal: bool, plan: Planner) -> list[AttentionPlan]:

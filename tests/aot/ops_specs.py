@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from evenshare.device import epilogue
 from evenshare.ops.kernels import activation, norm, rope, sampling
+
+AROUND_SEARCH = 8
 
 
 def ops_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, str]]) -> Iterator[Any]:
@@ -67,31 +70,60 @@ def ops_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, str]])
 
 
 def sampling_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, str]]) -> Iterator[Any]:
-    strides = ("stride_x_dim", "stride_out_dim")
+    """Rows of 128k tokens; float32 with settings for all rows, bfloat16 with settings of their own and indices."""
+    cuts = {"PARTS": 16, "PIVOTS": 8, "GROUPS": 1024, "GROUP": 128, "PART": 8192, "BLOCK": 2048}
     numbers = dict.fromkeys(("temperature", "top_p", "min_p"), "fp32")
-    none = dict.fromkeys(("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "indices_ptr", "valid_ptr"))
-    rows = {
+    surveyed = pointers("fp32", "best", "top", "total") | pointers("i32", "best_at", "peaks", "groups")
+    own = {
         **pointers("fp32", "top_p", "min_p", "temperature"), **pointers("i32", "top_k", "indices"), **pointers("i1", "valid"),
     }  # fmt: skip
-    for dtype, settings in (("fp32", none), ("bf16", rows)):
-        constants = {"BLOCK": 4096, "temperature_ptr": None}
-        types = pointers(dtype, "x") | pointers("fp32", "out") | {"temperature": "fp32"}
-        yield make(f"softmax {dtype}", sampling.softmax, constants, types, strides, num_warps=16)
-        for has_k, has_p, logits in (
-            (True, False, False),
-            (False, True, False),
-            (True, True, False),
-            (True, False, True),
-        ):
-            flags = {"HAS_TOP_K": has_k, "HAS_TOP_P": has_p, "LOGITS": logits, "PIVOTS": 8, "BLOCK": 2048}
-            form = f"{dtype} {'logits' if logits else 'probs'}{' k' * has_k}{' p' * has_p}"
-            given = {name: value for name, value in settings.items() if name in ("top_k_ptr", "top_p_ptr")}
-            constants, types = (flags | given, {}) if settings is none else (flags, given)
-            types |= pointers(dtype, "x", "out") | {"top_p": "fp32"}
-            yield make(f"keep {form}", sampling.keep, constants, types, strides, num_warps=16)
-        filters = [(k, p, m, False) for k in (False, True) for p in (False, True) for m in (False, True)]
-        for has_k, has_p, has_min, first in (*filters, (True, True, True, True)):
-            for logits in (False, True):
+    for dtype, per_row in (("fp32", False), ("bf16", True)):
+        types = pointers(dtype, "x", "draft", "target") | pointers("i64", "seed", "offset") | surveyed | numbers
+        types |= pointers("fp32", "mass") | pointers("i32", "low", "ids", "accepted", "emitted")
+        ones = ("stride_x_dim", "stride_out_dim", "stride_draft_dim", "stride_ids_token", "stride_target_dim")
+
+        def spec(
+            name: str,
+            kernel: Any,
+            out: str | None = None,
+            *,
+            types: Any = types,
+            per_row: Any = per_row,
+            ones: Any = ones,
+            **flags: Any,
+        ) -> Any:
+            known = list(inspect.signature(kernel.fn).parameters)
+            constants = {key: value for key, value in (cuts | flags).items() if key in known}
+            constants |= {key: None for key in own if key in known and not per_row}
+            given = types | (own if per_row else {}) | (pointers(out, "out") if out else {})
+            given = {key: kind for key, kind in given.items() if key in known and key not in constants}
+            ones = tuple(one for one in ones if one in known)
+            # ptxas fits two programs of the search into an SM, for a few registers on the stack.
+            spills = AROUND_SEARCH if kernel is sampling.find_kept else 0
+            name = f"{name} {'bf16' if per_row else 'fp32'}"
+            return make(name, kernel, constants, given, ones, num_warps=8, known_spills=spills)
+
+        yield spec("softmax", sampling.softmax, "fp32")
+        yield spec("verify_chain", sampling.verify_chain, "i32", BLOCK_DRAFT=8)
+        for logits in (False, True):
+            form = "logits" if logits else "probs"
+            yield spec(f"keep {form}", sampling.keep, dtype, LOGITS=logits)
+            no_race = dict.fromkeys(("seed_ptr", "offset_ptr", "best_ptr", "best_at_ptr"))
+            for race, mass, peaks in (
+                (True, False, False),
+                (True, False, True),
+                (True, True, True),
+                (False, True, not logits),
+            ):
+                flags = {"RACE": race, "MASS": mass, "PEAKS": peaks, "LOGITS": logits}
+                flags |= {} if race else no_race
+                words = f"{' race' * race}{' mass' * mass}{' peaks' * peaks}"
+                yield spec(f"survey {form}{words}", sampling.survey, **flags)
+            for has_k, has_p in ((True, False),) if logits else ((True, False), (False, True), (True, True)):
+                flags = {"HAS_TOP_K": has_k, "HAS_TOP_P": has_p, "LOGITS": logits}
+                yield spec(f"find_kept {form}{' k' * has_k}{' p' * has_p}", sampling.find_kept, **flags)
+            filters = ((0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (1, 1, 0, 0), (1, 1, 1, 1))
+            for has_k, has_p, has_min, first in (map(bool, flags) for flags in filters):
                 flags = {
                     "HAS_TOP_K": has_k,
                     "HAS_TOP_P": has_p,
@@ -99,13 +131,5 @@ def sampling_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, s
                     "TOP_K_FIRST": first,
                     "LOGITS": logits,
                 }
-                flags |= {"PIVOTS": 8, "BLOCK": 2048 if first else 4096}
-                form = f"{'logits' if logits else 'probs'}{' k' * has_k}{' p' * has_p}{' min' * has_min}{' k first' * first}"
-                constants, types = (flags | settings, {}) if settings is none else (flags, dict(settings))
-                types |= pointers(dtype, "x") | pointers("i32", "out") | pointers("i64", "seed", "offset") | numbers
-                yield make(f"sample {dtype} {form}", sampling.sample, constants, types, ("stride_x_dim",), num_warps=16)
-        constants = {"BLOCK_DRAFT": 8, "BLOCK": 4096}
-        types = pointers(dtype, "draft", "target") | pointers("i64", "seed", "offset")
-        types |= pointers("i32", "ids", "out", "accepted", "emitted")
-        ones = ("stride_draft_dim", "stride_ids_token", "stride_target_dim")
-        yield make(f"verify_chain {dtype}", sampling.verify_chain, constants, types, ones, num_warps=16)
+                words = f"{' k' * has_k}{' p' * has_p}{' min' * has_min}{' k first' * first}"
+                yield spec(f"sample {form}{words}", sampling.sample, "i32", **flags)

@@ -12,6 +12,7 @@ from evenshare.ops import (
     renormalize_probs,
     sample_from_logits,
     sample_from_probs,
+    sampling_launch,
     softmax,
     speculative_sample,
 )
@@ -38,6 +39,13 @@ def keeps(
 def distinct_rows(rows: int, width: int) -> torch.Tensor:
     """Probabilities of which no two sums are near a limit of the tests."""
     return torch.softmax(torch.randn(rows, width) * 2, -1)
+
+
+@pytest.fixture
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a few hundred tokens become many parts and groups, as long ones are."""
+    for name, value in (("GROUP", 8), ("PART", 64), ("BLOCK", 32)):
+        monkeypatch.setattr(sampling_launch, name, value)
 
 
 FILTERS: list[dict[str, Any]] = [
@@ -90,13 +98,14 @@ def test_draws_follow_what_filters_keep(place: Place, filters: dict[str, Any]) -
         assert kept[tokens.long().cpu()].all()
 
 
+@pytest.mark.usefixtures("small_cuts")
 def test_every_backend_draws_the_same(place: Place) -> None:
     device, backend = place
-    probs = distinct_rows(12, 200)
+    probs = distinct_rows(6, 200)
     settings: dict[str, Any] = {
-        "top_k": torch.tensor([1, 2, 3, 200, 201, 10, 20, 30, 40, 50, 60, 70]),
-        "top_p": torch.linspace(0, 1, 12),
-        "min_p": torch.tensor([0.0, 0.5, 0.01] * 4),
+        "top_k": torch.tensor([1, 3, 200, 201, 20, 70]),
+        "top_p": torch.linspace(0, 1, 6).flip(0),
+        "min_p": torch.tensor([0.0, 0.5, 0.01] * 2),
     }
     on_device = {name: value.to(device) for name, value in settings.items()}
     for order in ("joint", "top_k_first"):
@@ -111,7 +120,7 @@ def test_every_backend_draws_the_same(place: Place) -> None:
 
 def test_seed_offset_and_generator(place: Place) -> None:
     device, backend = place
-    probs = torch.full((16, 1000), 1e-3, device=device)
+    probs = torch.full((6, 200), 5e-3, device=device)
 
     def draw(**state: Any) -> list[int]:
         tokens = sample_from_probs(probs, backend=backend, **state)
@@ -128,7 +137,7 @@ def test_seed_offset_and_generator(place: Place) -> None:
         draw(seed=-1),
     ]
     assert len({tuple(tokens) for tokens in draws}) == 6
-    assert len(set(draws[0])) > 10  # rows differ
+    assert len(set(draws[0])) > 3  # rows differ
     first, second = (torch.Generator(device).manual_seed(7) for _ in range(2))
     assert [draw(generator=first), draw(generator=first)] == [draw(generator=second), draw(generator=second)]
     assert draw(generator=first) != draw()
@@ -160,7 +169,8 @@ def test_ties_are_kept_and_shared(place: Place) -> None:
     )
 
 
-@pytest.mark.parametrize("width", [1, 17, 300, 2500])
+@pytest.mark.parametrize("width", [1, 17, 300])
+@pytest.mark.usefixtures("small_cuts")
 def test_renormalize_and_mask(place: Place, width: int) -> None:
     device, backend = place
     for dtype in dtypes_of(place):
@@ -180,6 +190,7 @@ def test_renormalize_and_mask(place: Place, width: int) -> None:
             assert torch.equal(got.cpu(), logits.where(torch.stack(kept), -torch.inf))
 
 
+@pytest.mark.usefixtures("small_cuts")
 def test_softmax(place: Place) -> None:
     device, backend = place
     for dtype in dtypes_of(place):

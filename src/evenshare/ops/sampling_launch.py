@@ -1,7 +1,8 @@
-"""Launches of the sampling kernels: sizes of blocks, and what stays from call to call."""
+"""Launches of the sampling kernels: a survey of all rows, then what is made of it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -11,11 +12,59 @@ import triton
 from evenshare.device.launcher import Launch, get_launcher
 from evenshare.ops.kernels import sampling as kernels
 
-# A row's program reads BLOCK columns at a time, 8 for each of its threads. Blocks do not depend on the batch, nor then do sums.
-BLOCK, NUM_WARPS = 4096, 16
-SEARCH_BLOCK, PIVOTS = 2048, 8  # sums for each of the pivots stay in registers
+# None of these depends on the number of rows, so that a row's sums do not either.
+PART = 8192  # columns that a program surveys: few rows still make many programs
+BLOCK, NUM_WARPS = 2048, 8  # columns at a time, 8 a thread
+GROUP, MAX_GROUPS = 128, 4096  # neighbours that share a peak; peaks of a row are held in registers
+PIVOTS = 8
 
 Setting = float | torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How rows of `width` columns are cut."""
+
+    width: int
+
+    @property
+    def block(self) -> int:
+        return min(max(triton.next_power_of_2(self.width), 16), BLOCK)
+
+    @property
+    def num_parts(self) -> int:
+        return triton.cdiv(self.width, PART)
+
+    @property
+    def group(self) -> int:
+        wide_enough = triton.next_power_of_2(triton.cdiv(self.width, MAX_GROUPS))
+        return min(max(GROUP, wide_enough), self.block // 2)  # the search has blocks half as long
+
+    @property
+    def num_groups(self) -> int:
+        return triton.cdiv(self.width, self.group)
+
+    def constants(self, *names: str) -> tuple[tuple[str, int], ...]:
+        values = {
+            "PART": PART,
+            "PARTS": triton.next_power_of_2(self.num_parts),
+            "PIVOTS": PIVOTS,
+            "GROUP": self.group,
+            "GROUPS": triton.next_power_of_2(self.num_groups),
+            "BLOCK": self.block,
+        }
+        return tuple((name, values[name]) for name in names)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a survey writes: float32 and int32 [rows, num_parts], and int32 [rows, num_groups]."""
+
+    best: torch.Tensor | None
+    best_at: torch.Tensor | None
+    top: torch.Tensor
+    total: torch.Tensor | None
+    peaks: torch.Tensor | None
 
 
 def _split(setting: Setting, default: float) -> tuple[torch.Tensor | None, float]:
@@ -23,33 +72,81 @@ def _split(setting: Setting, default: float) -> tuple[torch.Tensor | None, float
     return (setting, default) if isinstance(setting, torch.Tensor) else (None, default if setting is None else setting)
 
 
-def _rows(x: torch.Tensor, block: int) -> tuple[int, int]:
-    return x.shape[1], min(max(triton.next_power_of_2(x.shape[1]), 16), block)
-
-
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=1024)
 def _bind(
-    kernel: Any, num_dynamic: int, device: torch.device, num_rows: int, static: tuple[Any, ...], *constants: Any
+    kernel: Any, num_dynamic: int, device: torch.device, grid: tuple[int, ...], static: tuple[Any, ...], constants: Any
 ) -> Launch:
-    return get_launcher(kernel, num_dynamic, **dict(constants), num_warps=NUM_WARPS).bind(device, (num_rows,), static)
+    return get_launcher(kernel, num_dynamic, **dict(constants), num_warps=NUM_WARPS).bind(device, grid, static)
+
+
+def _survey(
+    x: torch.Tensor,
+    num_rows: int,
+    indices: torch.Tensor | None,
+    temperature: Setting,
+    state: tuple[torch.Tensor, torch.Tensor] | None,
+    has_mass: bool,
+    has_peaks: bool,
+    from_logits: bool,
+) -> Survey:
+    """state: seed and offset of a race, or None."""
+    cuts = Cuts(x.shape[1])
+    shape = (num_rows, cuts.num_parts)
+    race = state is not None
+
+    def scratch(wanted: bool, dtype: torch.dtype, *sizes: int) -> torch.Tensor | None:
+        return torch.empty(sizes, dtype=dtype, device=x.device) if wanted else None
+
+    survey = Survey(
+        scratch(race, torch.float32, *shape),
+        scratch(race, torch.int32, *shape),
+        torch.empty(shape, dtype=torch.float32, device=x.device),
+        scratch(has_mass, torch.float32, *shape),
+        scratch(has_peaks, torch.int32, num_rows, cuts.num_groups),
+    )
+    per_row, number = _split(temperature, 1.0)
+    static = (x.shape[0], cuts.width, cuts.num_parts, cuts.num_groups, *x.stride(), float(number))
+    flags = (("RACE", race), ("MASS", has_mass), ("PEAKS", has_peaks), ("LOGITS", from_logits))
+    launch = _bind(kernels.survey, 10, x.device, shape, static, (*flags, *cuts.constants("GROUP", "PART", "BLOCK")))
+    seed, offset = state or (None, None)
+    launch(
+        x, indices, per_row, seed, offset, survey.best, survey.best_at, survey.top, survey.total, survey.peaks
+    )  # fmt: skip
+    return survey
 
 
 def softmax(x: torch.Tensor, temperature: Setting, out: torch.Tensor) -> None:
+    survey = _survey(x, x.shape[0], None, temperature, None, True, False, True)
+    cuts = Cuts(x.shape[1])
     per_row, number = _split(temperature, 1.0)
-    width, block = _rows(x, BLOCK)
-    static = (width, *x.stride(), *out.stride(), float(number))
-    _bind(kernels.softmax, 3, x.device, x.shape[0], static, ("BLOCK", block))(x, out, per_row)
+    static = (cuts.width, cuts.num_parts, *x.stride(), *out.stride(), float(number))
+    grid = (x.shape[0], cuts.num_parts)
+    launch = _bind(kernels.softmax, 5, x.device, grid, static, cuts.constants("PARTS", "PART", "BLOCK"))
+    launch(x, out, per_row, survey.top, survey.total)
 
 
 def keep(x: torch.Tensor, top_k: Setting, top_p: Setting, from_logits: bool, out: torch.Tensor) -> None:
+    survey = _survey(x, x.shape[0], None, None, None, not from_logits, True, from_logits)
+    assert survey.peaks is not None
+    cuts = Cuts(x.shape[1])
     (k_rows, k), (p_rows, p) = _split(top_k, 0), _split(top_p, 0.0)
-    width, block = _rows(x, SEARCH_BLOCK)
-    static = (width, *x.stride(), *out.stride(), min(int(k), width), float(p))
-    launch = _bind(
-        kernels.keep, 4, x.device, x.shape[0], static, ("HAS_TOP_K", top_k is not None), ("HAS_TOP_P", top_p is not None),
-        ("LOGITS", from_logits), ("PIVOTS", PIVOTS), ("BLOCK", block),
-    )  # fmt: skip
-    launch(x, out, k_rows, p_rows)
+    groups = torch.empty_like(survey.peaks)
+    low = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
+    mass = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    static = (cuts.width, cuts.num_parts, cuts.num_groups, *x.stride(), min(int(k), cuts.width), float(p))
+    flags = (("HAS_TOP_K", top_k is not None), ("HAS_TOP_P", top_p is not None), ("LOGITS", from_logits))
+    constants = (*flags, *cuts.constants("PARTS", "PIVOTS", "GROUPS", "GROUP", "BLOCK"))
+    find = _bind(kernels.find_kept, 9, x.device, (x.shape[0],), static, constants)
+    find(x, k_rows, p_rows, survey.top, survey.total, survey.peaks, groups, low, mass)
+    write = _bind(
+        kernels.keep,
+        4,
+        x.device,
+        (x.shape[0], cuts.num_parts),
+        (cuts.width, *x.stride(), *out.stride()),
+        (("LOGITS", from_logits), *cuts.constants("PART", "BLOCK")),
+    )
+    write(x, out, low, mass)
 
 
 def sample(
@@ -66,17 +163,28 @@ def sample(
     seed: torch.Tensor,
     offset: torch.Tensor,
 ) -> None:
+    cuts = Cuts(x.shape[1])
+    filtered = not (top_k is None and top_p is None and min_p is None)
+    survey = _survey(
+        x, out.shape[0], indices, temperature, (seed, offset), top_p is not None, filtered, from_logits
+    )  # fmt: skip
+    groups = None if survey.peaks is None else torch.empty_like(survey.peaks)
     (k_rows, k), (p_rows, p), (min_rows, least) = _split(top_k, 0), _split(top_p, 0.0), _split(min_p, 0.0)
     t_rows, t = _split(temperature, 1.0)
-    top_k_first = top_k_first and top_k is not None and top_p is not None
-    width, block = _rows(x, SEARCH_BLOCK if top_k_first else BLOCK)
-    static = (x.shape[0], width, *x.stride(), min(int(k), width), float(p), float(least), float(t))
-    launch = _bind(
-        kernels.sample, 10, x.device, out.shape[0], static, ("HAS_TOP_K", top_k is not None), ("HAS_TOP_P", top_p is not None),
-        ("HAS_MIN_P", min_p is not None), ("TOP_K_FIRST", top_k_first), ("LOGITS", from_logits), ("PIVOTS", PIVOTS),
-        ("BLOCK", block),
-    )  # fmt: skip
-    launch(x, out, valid, indices, k_rows, p_rows, min_rows, t_rows, seed, offset)
+    numbers = (min(int(k), cuts.width), float(p), float(least), float(t))
+    static = (x.shape[0], cuts.width, cuts.num_parts, cuts.num_groups, *x.stride(), *numbers)
+    flags = (
+        ("HAS_TOP_K", top_k is not None),
+        ("HAS_TOP_P", top_p is not None),
+        ("HAS_MIN_P", min_p is not None),
+        ("TOP_K_FIRST", top_k_first and top_k is not None and top_p is not None),
+        ("LOGITS", from_logits),
+    )
+    constants = (*flags, *cuts.constants("PARTS", "PIVOTS", "GROUPS", "GROUP", "BLOCK"))
+    launch = _bind(kernels.sample, 16, x.device, (out.shape[0],), static, constants)
+    settings = (k_rows, p_rows, min_rows, t_rows)
+    surveyed = (survey.best, survey.best_at, survey.top, survey.total, survey.peaks, groups)
+    launch(x, out, valid, indices, *settings, seed, offset, *surveyed)
 
 
 def verify_chain(
@@ -90,10 +198,7 @@ def verify_chain(
     offset: torch.Tensor,
 ) -> None:
     num_draft, width = draft.shape[1:]
-    block = min(max(triton.next_power_of_2(width), 16), BLOCK)
-    block_draft = max(triton.next_power_of_2(num_draft + 1), 4)
     static = (num_draft, width, *draft.stride(), *ids.stride(), *target_probs.stride())
-    launch = _bind(
-        kernels.verify_chain, 8, draft.device, draft.shape[0], static, ("BLOCK_DRAFT", block_draft), ("BLOCK", block)
-    )
+    constants = (("BLOCK_DRAFT", max(triton.next_power_of_2(num_draft + 1), 4)), *Cuts(width).constants("BLOCK"))
+    launch = _bind(kernels.verify_chain, 8, draft.device, (draft.shape[0],), static, constants)
     launch(draft, ids, target_probs, out, accepted, emitted, seed, offset)

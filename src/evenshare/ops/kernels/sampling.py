@@ -1,166 +1,177 @@
-"""Sampling from rows of probabilities or logits, their softmax and what filters keep of them: a program for each row, nothing sorted."""
+"""Sampling from rows of probabilities or logits, their softmax, and what filters keep of them.
+
+A survey reads every row once, PART columns a program, so that few rows keep a GPU busy as well; parts depend on the width alone, and
+so do sums. A program for each row then joins its parts and looks into the groups that matter (sampling_search.py).
+"""
 
 import triton
 import triton.language as tl
 
 from evenshare.ops.kernels.sampling_rows import (
+    LOWEST,
+    add_mass,
     count_of,
-    load_row,
+    factor_of,
+    join_mass,
+    load_columns,
     mass_of,
+    never_drawn,
     number_of,
     order,
     race_key,
     random_words,
-    threshold,
+    source_of,
     uniform,
+    winner,
 )
+from evenshare.ops.kernels.sampling_search import bound, narrow, threshold
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # float32
-
-
-@triton.jit
-def _add_online(x, top, total):
-    """(top', total') of a running softmax sum, for each lane: total of exp(x - top)."""
-    larger = tl.maximum(top, x)
-    return larger, total * mass_of(top, larger, True) + mass_of(x, larger, True)
+NONE, NAN = tl.constexpr(-1), tl.constexpr(-2)  # of a part, in place of its winner's column
 
 
 @triton.jit
-def _join_online(top, total):
-    """One (top, total) of all lanes."""
-    largest = tl.max(top, 0)
-    return largest, tl.sum(total * mass_of(top, largest, True), 0)
-
-
-@triton.jit
-def _factor(temperature_ptr, temperature, row):
-    """A temperature of 0 is greedy: small enough to leave the largest logit alone."""
-    return 1.0 / tl.maximum(number_of(temperature_ptr, temperature, row), 1e-6)
-
-
-@triton.jit
-def _winner(best, best_at, axis: tl.constexpr):
-    """The column of the largest key, the first one of equals; -1 if none was in the race, whose keys are all above -inf."""
-    largest = tl.max(best, axis, keep_dims=True)
-    return tl.min(tl.where(best == largest, best_at, 0x7FFFFFFF), axis)
-
-
-@triton.jit
-def _order_at(row_ptr, column, stride, factor):
-    x = tl.load(row_ptr + tl.maximum(column, 0).to(tl.int64) * stride).to(tl.float32)
-    return order(x * factor).to(tl.int64)
-
-
-@triton.jit
-def softmax(x_ptr, out_ptr, temperature_ptr, width, stride_x_row, stride_x_dim, stride_out_row, stride_out_dim, temperature,
-            BLOCK: tl.constexpr):  # fmt: skip
-    """out = softmax(x / temperature)."""
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr, out_row = x_ptr + row * stride_x_row, out_ptr + row * stride_out_row
-    factor = _factor(temperature_ptr, temperature, row)
+def survey(x_ptr, indices_ptr, temperature_ptr, seed_ptr, offset_ptr, best_ptr, best_at_ptr, top_ptr, total_ptr, peaks_ptr,
+           num_x_rows, width, num_parts, num_groups, stride_x_row, stride_x_dim, temperature,
+           RACE: tl.constexpr, MASS: tl.constexpr, PEAKS: tl.constexpr, LOGITS: tl.constexpr,
+           GROUP: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Of each part [rows, num_parts], what is asked for: the winner of the race, the largest value and the mass; and the peaks."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source, _ = source_of(indices_ptr, row, num_x_rows)
+    row_ptr = x_ptr + source * stride_x_row
+    factor = factor_of(temperature_ptr, temperature, row, LOGITS)
+    low = never_drawn(LOGITS).to(tl.int32)
     top, total = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        _, x = load_row(row_ptr, start, width, stride_x_dim, factor, BLOCK)
-        top, total = _add_online(x, top, total)
-    largest, mass = _join_online(top, total)
-    for start in range(0, width, BLOCK):
-        at, x = load_row(row_ptr, start, width, stride_x_dim, factor, BLOCK)
+    best, best_at = tl.full([BLOCK], float("-inf"), tl.float32), tl.full([BLOCK], NONE, tl.int32)
+    wrong = tl.zeros([BLOCK], tl.int32)
+    if RACE:
+        seed, offset = tl.load(seed_ptr), tl.load(offset_ptr)
+    for start in range(part * PART, tl.minimum(part * PART + PART, width), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = load_columns(row_ptr, at, at < width, stride_x_dim, factor)
+        if MASS:
+            top, total = add_mass(x, top, total, LOGITS)
+        else:
+            top = tl.maximum(top, x)
+        if PEAKS:
+            peaks = tl.max(tl.reshape(order(x), [BLOCK // GROUP, GROUP]), 1)
+            group = start // GROUP + tl.arange(0, BLOCK // GROUP)
+            tl.store(peaks_ptr + row * num_groups + group, peaks, mask=group < num_groups)
+        if RACE:
+            wrong |= (x != x).to(tl.int32)
+            key = race_key(x, start // 4 + tl.arange(0, BLOCK // 4), row, seed, offset, LOGITS, BLOCK)
+            better = (order(x) > low) & (key > best)
+            best, best_at = tl.where(better, key, best), tl.where(better, at, best_at)
+    place = row * num_parts + part
+    largest, mass = join_mass(top, total, LOGITS)
+    tl.store(top_ptr + place, largest)
+    if MASS:
+        tl.store(total_ptr + place, mass)
+    if RACE:
+        tl.store(best_ptr + place, tl.max(best, 0))
+        tl.store(best_at_ptr + place, tl.where(tl.max(wrong, 0) > 0, NAN, winner(best, best_at, 0)))
+
+
+@triton.jit
+def _join_parts(top_ptr, total_ptr, row, num_parts, PARTS: tl.constexpr, MASS: tl.constexpr, LOGITS: tl.constexpr):
+    """(largest value, mass) of a row; without MASS that is 0."""
+    part = tl.arange(0, PARTS)
+    there = part < num_parts
+    top = tl.load(top_ptr + row * num_parts + part, mask=there, other=LOWEST)
+    total = tl.zeros([PARTS], tl.float32)
+    if MASS:
+        total = tl.load(total_ptr + row * num_parts + part, mask=there, other=0.0)
+    return join_mass(top, total, LOGITS)
+
+
+@triton.jit
+def softmax(x_ptr, out_ptr, temperature_ptr, top_ptr, total_ptr, width, num_parts, stride_x_row, stride_x_dim, stride_out_row,
+            stride_out_dim, temperature, PARTS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """out = softmax(x / temperature), after a survey."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    factor = factor_of(temperature_ptr, temperature, row, True)
+    largest, mass = _join_parts(top_ptr, total_ptr, row, num_parts, PARTS, True, True)
+    for start in range(part * PART, tl.minimum(part * PART + PART, width), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = load_columns(x_ptr + row * stride_x_row, at, at < width, stride_x_dim, factor)
         y = mass_of(x, largest, True) / mass
-        tl.store(out_row + at.to(tl.int64) * stride_out_dim, y.to(out_ptr.dtype.element_ty), mask=at < width)
+        out = out_ptr + row * stride_out_row + at.to(tl.int64) * stride_out_dim
+        tl.store(out, y.to(out_ptr.dtype.element_ty), mask=at < width)
 
 
 @triton.jit
-def keep(x_ptr, out_ptr, top_k_ptr, top_p_ptr, width, stride_x_row, stride_x_dim, stride_out_row, stride_out_dim, top_k, top_p,
-         HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, LOGITS: tl.constexpr, PIVOTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Probabilities: of top-k, and of that top-p, with sum 1, others 0. Logits: those of top-k as they are, others -inf."""
+def find_kept(x_ptr, top_k_ptr, top_p_ptr, top_ptr, total_ptr, peaks_ptr, groups_ptr, low_ptr, mass_ptr, width, num_parts, num_groups,
+              stride_x_row, stride_x_dim, top_k, top_p, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, LOGITS: tl.constexpr,
+              PARTS: tl.constexpr, PIVOTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The order above which top-k, and of that top-p, keeps every token of a row, and their mass; after a survey."""
     row = tl.program_id(0).to(tl.int64)
-    row_ptr, out_row = x_ptr + row * stride_x_row, out_ptr + row * stride_out_row
-    top, total = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        _, x = load_row(row_ptr, start, width, stride_x_dim, 1.0, BLOCK)
-        top = tl.maximum(top, x)
-        if not LOGITS:
-            total += tl.where(order(x) > 0, x, 0.0)
-    largest, mass = tl.max(top, 0), tl.sum(total, 0)
-    high = order(largest).to(tl.int64)
-    low = order(tl.full([], float("-inf"), tl.float32) if LOGITS else tl.zeros([], tl.float32)).to(tl.int64)
+    row_ptr = x_ptr + row * stride_x_row
+    peaks_row, groups_row = peaks_ptr + row * num_groups, groups_ptr + row * num_groups
+    largest, mass = _join_parts(top_ptr, total_ptr, row, num_parts, PARTS, not LOGITS, LOGITS)
+    low, high = never_drawn(LOGITS), order(largest).to(tl.int64)
     if HAS_TOP_K:
         k = count_of(top_k_ptr, top_k, row)
         if k < width:
-            low, mass = threshold(
-                row_ptr, width, stride_x_dim, 1.0, largest, low, high, mass, float("inf"), k, LOGITS, PIVOTS, BLOCK
-            )
+            low = bound(peaks_row, num_groups, low, high, k, GROUPS)
+            low, mass = threshold(row_ptr, peaks_row, groups_row, num_groups, width, stride_x_dim, 1.0, largest, low, high,
+                                  tl.full([], float("inf"), tl.float32), k, LOGITS, PIVOTS, GROUPS, GROUP, BLOCK // 2)  # fmt: skip
     if HAS_TOP_P:
         p = number_of(top_p_ptr, top_p, row)
         if p < 1.0:
-            low, mass = threshold(
-                row_ptr, width, stride_x_dim, 1.0, largest, low, high, mass, p * mass, width + 1, LOGITS, PIVOTS, BLOCK
-            )
-    for start in range(0, width, BLOCK):
-        at, x = load_row(row_ptr, start, width, stride_x_dim, 1.0, BLOCK)
+            low, mass = threshold(row_ptr, peaks_row, groups_row, num_groups, width, stride_x_dim, 1.0, largest, low, high,
+                                  p * mass, width + 1, LOGITS, PIVOTS, GROUPS, GROUP, BLOCK // 2)  # fmt: skip
+    tl.store(low_ptr + row, low.to(tl.int32))
+    tl.store(mass_ptr + row, mass)
+
+
+@triton.jit
+def keep(x_ptr, out_ptr, low_ptr, mass_ptr, width, stride_x_row, stride_x_dim, stride_out_row, stride_out_dim,
+         LOGITS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Of order > low, probabilities divided by the mass, logits as they are; others 0, or -inf."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    low, mass = tl.load(low_ptr + row), tl.load(mass_ptr + row)
+    for start in range(part * PART, tl.minimum(part * PART + PART, width), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = load_columns(x_ptr + row * stride_x_row, at, at < width, stride_x_dim, 1.0)
         if LOGITS:
             y = tl.where(order(x) > low, x, float("-inf"))
         else:
             y = tl.where(order(x) > low, x / mass, 0.0)
-        tl.store(out_row + at.to(tl.int64) * stride_out_dim, y.to(out_ptr.dtype.element_ty), mask=at < width)
+        out = out_ptr + row * stride_out_row + at.to(tl.int64) * stride_out_dim
+        tl.store(out, y.to(out_ptr.dtype.element_ty), mask=at < width)
 
 
 @triton.jit
 def sample(x_ptr, out_ptr, valid_ptr, indices_ptr, top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, seed_ptr, offset_ptr,
-           num_x_rows, width, stride_x_row, stride_x_dim, top_k, top_p, min_p, temperature,
-           HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, TOP_K_FIRST: tl.constexpr,
-           LOGITS: tl.constexpr, PIVOTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One token of each row, of those that the filters keep.
-
-    The first pass over the row finds its mass, its maximum and the winner of the whole row (`race_key`). That is the sample unless a
-    filter drops it. A further pass says so, finds the winners above it and above a pivot, and leaves less to search; what passes
-    are made does not change the sample. TOP_K_FIRST: top-p is of the mass that top-k keeps, and not of the row's.
-    """
+           best_ptr, best_at_ptr, top_ptr, total_ptr, peaks_ptr, groups_ptr, num_x_rows, width, num_parts, num_groups,
+           stride_x_row, stride_x_dim, top_k, top_p, min_p, temperature,
+           HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, TOP_K_FIRST: tl.constexpr, LOGITS: tl.constexpr,
+           PARTS: tl.constexpr, PIVOTS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One token of each row, of those that the filters keep; after a survey. TOP_K_FIRST: top-p is of the mass that top-k keeps."""
     row = tl.program_id(0).to(tl.int64)
-    seed, offset = tl.load(seed_ptr), tl.load(offset_ptr)
-    source, exists = row, row >= 0
-    if indices_ptr is not None:
-        source = tl.load(indices_ptr + row).to(tl.int64)
-        exists = (source >= 0) & (source < num_x_rows)
-        source = tl.where(exists, source, 0)
-    row_ptr = x_ptr + source * stride_x_row
-    factor = 1.0
-    if LOGITS:
-        factor = _factor(temperature_ptr, temperature, row)
-    NEEDS_MASS: tl.constexpr = HAS_TOP_P or TOP_K_FIRST
-    NEEDS_MAX: tl.constexpr = HAS_TOP_K or HAS_TOP_P or HAS_MIN_P
-    low = order(tl.full([], float("-inf"), tl.float32) if LOGITS else tl.zeros([], tl.float32)).to(tl.int64)
-    top, total = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
-    best, best_at = tl.full([BLOCK], float("-inf"), tl.float32), tl.full([BLOCK], -1, tl.int32)
-    wrong = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, width, BLOCK):
-        at, x = load_row(row_ptr, start, width, stride_x_dim, factor, BLOCK)
-        wrong |= (x != x).to(tl.int32)
-        if NEEDS_MASS and LOGITS:
-            top, total = _add_online(x, top, total)
-        elif NEEDS_MAX:
-            top = tl.maximum(top, x)
-        if NEEDS_MASS and not LOGITS:
-            total += tl.where(order(x) > low, x, 0.0)
-        key = race_key(x, start, row, seed, offset, LOGITS, BLOCK)
-        better = (order(x) > low) & (key > best)
-        best, best_at = tl.where(better, key, best), tl.where(better, at, best_at)
-    token = _winner(best, best_at, 0)
-    valid = exists & (token >= 0) & (tl.max(wrong, 0) == 0)
-    if NEEDS_MAX:
+    source, exists = source_of(indices_ptr, row, num_x_rows)
+    part = tl.arange(0, PARTS)
+    there = part < num_parts
+    best = tl.load(best_ptr + row * num_parts + part, mask=there, other=float("-inf"))
+    best_at = tl.load(best_at_ptr + row * num_parts + part, mask=there, other=NONE)
+    token = winner(best, best_at, 0)
+    valid = exists & (token >= 0) & (tl.min(best_at, 0) > NAN)
+    if HAS_TOP_K or HAS_TOP_P or HAS_MIN_P:
         if valid:
-            largest, mass = tl.max(top, 0), tl.sum(total, 0)
-            if NEEDS_MASS and LOGITS:
-                largest, mass = _join_online(top, total)
-            high = order(largest).to(tl.int64)
+            row_ptr = x_ptr + source * stride_x_row
+            peaks_row, groups_row = peaks_ptr + row * num_groups, groups_ptr + row * num_groups
+            factor = factor_of(temperature_ptr, temperature, row, LOGITS)
+            largest, mass = _join_parts(top_ptr, total_ptr, row, num_parts, PARTS, HAS_TOP_P, LOGITS)
+            low, high = never_drawn(LOGITS), order(largest).to(tl.int64)
             limit_mass, limit_count = mass * 0 + float("inf"), low * 0 + width + 1
             if HAS_TOP_K:
-                limit_count = count_of(top_k_ptr, top_k, row)
-                if TOP_K_FIRST:
-                    if limit_count < width:
-                        low, mass = threshold(row_ptr, width, stride_x_dim, factor, largest, low, high, mass, limit_mass, limit_count,
-                                              LOGITS, PIVOTS, BLOCK)  # fmt: skip
-                    limit_count = low * 0 + width + 1
+                k = count_of(top_k_ptr, top_k, row)
+                if k < width:
+                    low = bound(peaks_row, num_groups, low, high, k, GROUPS)
+                    if TOP_K_FIRST:
+                        low, mass = threshold(row_ptr, peaks_row, groups_row, num_groups, width, stride_x_dim, factor, largest, low,
+                                              high, limit_mass, k, LOGITS, PIVOTS, GROUPS, GROUP, BLOCK // 2)  # fmt: skip
+                    else:
+                        limit_count = k
             if HAS_TOP_P:
                 p = number_of(top_p_ptr, top_p, row)
                 limit_mass = tl.where(p < 1.0, p * mass, limit_mass)
@@ -168,50 +179,14 @@ def sample(x_ptr, out_ptr, valid_ptr, indices_ptr, top_k_ptr, top_p_ptr, min_p_p
                 p = number_of(min_p_ptr, min_p, row)
                 least = largest + tl.log(p) if LOGITS else largest * p
                 low = tl.maximum(low, tl.minimum(order(least).to(tl.int64), high) - 1)
-            if (limit_mass == float("inf")) & (limit_count >= width):
+            if (limit_mass == float("inf")) & (limit_count > width):
                 high = low + 1
-            token = _narrow(row_ptr, width, stride_x_dim, factor, largest, row, seed, offset, low, high, token, limit_mass, limit_count,
-                            LOGITS, BLOCK)  # fmt: skip
+            seed, offset = tl.load(seed_ptr), tl.load(offset_ptr)
+            token = narrow(row_ptr, peaks_row, groups_row, num_groups, width, stride_x_dim, factor, largest, row, seed, offset, low,
+                           high, token, limit_mass, limit_count, LOGITS, GROUPS, GROUP, BLOCK)  # fmt: skip
     tl.store(out_ptr + row, tl.where(valid, token, 0).to(out_ptr.dtype.element_ty))
     if valid_ptr is not None:
         tl.store(valid_ptr + row, valid)
-
-
-@triton.jit
-def _narrow(row_ptr, width, stride, factor, largest, row, seed, offset, low, high, token, limit_mass, limit_count,
-            LOGITS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The winner among the kept tokens: none of order <= low, all of order >= high; `token` is the winner of the whole row."""
-    j = tl.arange(0, 2)
-    found = _order_at(row_ptr, token, stride, factor)
-    while found < high:
-        below = tl.maximum(found, low)
-        pivots = tl.where(j == 0, below, below + (high - below) // 2)
-        orders = pivots.to(tl.int32)
-        mass, count = tl.zeros([2, BLOCK], tl.float32), tl.zeros([2, BLOCK], tl.int32)
-        best, best_at = tl.full([2, BLOCK], float("-inf"), tl.float32), tl.full([2, BLOCK], -1, tl.int32)
-        for start in range(0, width, BLOCK):
-            at, x = load_row(row_ptr, start, width, stride, factor, BLOCK)
-            if tl.max(order(x), 0) > below:
-                over = order(x)[None, :] > orders[:, None]
-                mass += tl.where(over, mass_of(x, largest, LOGITS)[None, :], 0.0)
-                count += over.to(tl.int32)
-                key = race_key(x, start, row, seed, offset, LOGITS, BLOCK)[None, :]
-                better = over & (key > best)
-                best, best_at = tl.where(better, key, best), tl.where(better, at[None, :], best_at)
-        kept = (tl.sum(mass, 1) < limit_mass) & (tl.sum(count, 1) < limit_count)
-        kept = kept & (tl.where(j == 0, found, high) > low)  # a token that is not above low is out already
-        token_kept = tl.max((kept & (j == 0)).to(tl.int32), 0) > 0
-        pivot_kept = tl.max((kept & (j == 1)).to(tl.int32), 0) > 0
-        pivot = tl.max(pivots, 0)
-        if token_kept:
-            high = found
-        else:
-            use = tl.where(pivot_kept | (pivot == below), 0, 1)
-            token = tl.sum(tl.where(j == use, _winner(best, best_at, 1), 0), 0)
-            low = tl.where(use == 0, below, pivot)
-            high = tl.where(pivot_kept & (pivot > below), pivot, high)
-            found = _order_at(row_ptr, token, stride, factor)
-    return token
 
 
 @triton.jit
@@ -229,27 +204,28 @@ def verify_chain(draft_ptr, ids_ptr, target_ptr, out_ptr, accepted_ptr, emitted_
     at = n.to(tl.int64)
     p = tl.load(draft_row + at * stride_draft_token + ids * stride_draft_dim, mask=known, other=0.0).to(tl.float32)
     q = tl.load(target_row + at * stride_target_token + ids * stride_target_dim, mask=known, other=0.0).to(tl.float32)
-    # Beyond the counters of tokens, which are below 2^31 / 4.
-    u = uniform(random_words(0x70000000, row, seed, offset, BLOCK_DRAFT))
+    # Counters beyond those of tokens, which are below 2^31 / 4.
+    u = uniform(random_words(0x1C000000 + tl.arange(0, BLOCK_DRAFT // 4), row, seed, offset, BLOCK_DRAFT))
     accepted = known & (u * p < q)
     emitted = tl.min(tl.where(accepted, num_draft, tl.minimum(n, num_draft)), 0)
     width_draft = tl.where(emitted < num_draft, width, 0)
     target_row += emitted.to(tl.int64) * stride_target_token
     draft_row += emitted.to(tl.int64) * stride_draft_token
-    best, best_at = tl.full([BLOCK], float("-inf"), tl.float32), tl.full([BLOCK], -1, tl.int32)
+    best, best_at = tl.full([BLOCK], float("-inf"), tl.float32), tl.full([BLOCK], NONE, tl.int32)
     spare, spare_at = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, width, BLOCK):
-        columns, y = load_row(target_row, start, width, stride_target_dim, 1.0, BLOCK)
-        _, x = load_row(draft_row, start, width_draft, stride_draft_dim, 1.0, BLOCK)
+        columns = start + tl.arange(0, BLOCK)
+        y = load_columns(target_row, columns, columns < width, stride_target_dim, 1.0)
+        x = load_columns(draft_row, columns, columns < width_draft, stride_draft_dim, 1.0)
         rest = y - tl.maximum(x, 0.0)
-        key = race_key(rest, start, row, seed, offset, False, BLOCK)
+        key = race_key(rest, start // 4 + tl.arange(0, BLOCK // 4), row, seed, offset, False, BLOCK)
         better = (rest > 0) & (key > best)
         best, best_at = tl.where(better, key, best), tl.where(better, columns, best_at)
         likelier = y > spare
         spare, spare_at = tl.where(likelier, y, spare), tl.where(likelier, columns, spare_at)
-    token = _winner(best, best_at, 0)
+    token = winner(best, best_at, 0)
     # Rounding can leave nothing of the difference; the target's likeliest token is then as good as any.
-    token = tl.where(token < 0, _winner(spare, spare_at, 0), token)
+    token = tl.where(token < 0, winner(spare, spare_at, 0), token)
     out_row = out_ptr + row * (num_draft + 1)
     tl.store(
         out_row + n, tl.where(n < emitted, ids, tl.where(n == emitted, token, -1)).to(tl.int32), mask=n <= num_draft

@@ -1,13 +1,15 @@
-"""What the sampling kernels share: a row read in blocks, its order as integers, its random numbers, and the search for a threshold.
+"""What the sampling kernels share: how a row is read and weighed, its order as integers, and the race that draws a token.
 
-Every filter keeps the tokens above some value: top-k those that fewer than k exceed, top-p those that less than p of the mass exceeds.
-So nothing is sorted. Values are compared as integers of the same order (`order`), which a search can halve exactly.
+A token's random number depends on seed, offset, row and column alone. The largest key p / E, E exponential, among any set of tokens
+is a sample of that set (in logarithms the Gumbel trick, arXiv 1611.01144). So however the tokens that a filter keeps are found, the
+winner among them is the same; and a winner of a larger set that lies in a smaller one has won there too.
 """
 
 import triton
 import triton.language as tl
 
 ROUNDS = tl.constexpr(7)  # of Philox-4x32, the fewest that pass BigCrush (Salmon et al., SC 2011)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # float32
 
 
 @triton.jit
@@ -18,11 +20,18 @@ def order(x):
 
 
 @triton.jit
-def load_row(row_ptr, start, width, stride, factor, BLOCK: tl.constexpr):
-    """(columns, values * factor) from `start` on; -inf beyond the row, which no filter keeps."""
-    at = start + tl.arange(0, BLOCK)
-    x = tl.load(row_ptr + at.to(tl.int64) * stride, mask=at < width, other=float("-inf")).to(tl.float32)
-    return at, x * factor
+def never_drawn(LOGITS: tl.constexpr):
+    """The order, int64, of the largest value that no row draws: a probability of 0, a logit of -inf."""
+    x = tl.zeros([], tl.float32)
+    if LOGITS:
+        x = x + float("-inf")
+    return order(x).to(tl.int64)
+
+
+@triton.jit
+def load_columns(row_ptr, at, inside, stride, factor):
+    """values * factor; -inf outside, which is never drawn."""
+    return tl.load(row_ptr + at.to(tl.int64) * stride, mask=inside, other=float("-inf")).to(tl.float32) * factor
 
 
 @triton.jit
@@ -32,6 +41,26 @@ def mass_of(x, top, LOGITS: tl.constexpr):
     if LOGITS:
         mass = tl.where(x == top, 1.0, tl.exp(x - top))
     return mass
+
+
+@triton.jit
+def add_mass(x, top, total, LOGITS: tl.constexpr):
+    """(top', total'), the largest value and the mass of each lane; of logits by a running softmax sum, total of exp(x - top)."""
+    larger = tl.maximum(top, x)
+    if LOGITS:
+        total = total * mass_of(top, larger, True) + mass_of(x, larger, True)
+    else:
+        total += tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return larger, total
+
+
+@triton.jit
+def join_mass(top, total, LOGITS: tl.constexpr):
+    """The largest value and the mass of all lanes."""
+    largest = tl.max(top, 0)
+    if LOGITS:
+        total = total * mass_of(top, largest, True)
+    return largest, tl.sum(total, 0)
 
 
 @triton.jit
@@ -55,15 +84,35 @@ def count_of(ptr, value, row):
 
 
 @triton.jit
+def factor_of(temperature_ptr, temperature, row, LOGITS: tl.constexpr):
+    """What logits are multiplied by. A temperature of 0 is greedy: small enough to leave the largest alone."""
+    factor = tl.zeros([], tl.float32) + 1.0
+    if LOGITS:
+        factor = 1.0 / tl.maximum(number_of(temperature_ptr, temperature, row), 1e-6)
+    return factor
+
+
+@triton.jit
+def source_of(indices_ptr, row, num_x_rows):
+    """(the row of x that output `row` samples, whether there is one)."""
+    source, exists = row, row >= 0
+    if indices_ptr is not None:
+        source = tl.load(indices_ptr + row).to(tl.int64)
+        exists = (source >= 0) & (source < num_x_rows)
+        source = tl.where(exists, source, 0)
+    return source, exists
+
+
+@triton.jit
 def uniform(word):
     """In (0, 1), of 32 random bits: fine near 0, where races are won."""
     return tl.minimum(word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
 
 
 @triton.jit
-def random_words(start, row, seed, offset, COUNT: tl.constexpr):
-    """COUNT words for numbers `start`, a multiple of 4, and following: the same ones in blocks of any size."""
-    counter = (start // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32)
+def random_words(counter, row, seed, offset, COUNT: tl.constexpr):
+    """COUNT words, four for each of COUNT / 4 counters."""
+    counter = counter.to(tl.uint32)
     zero = counter * 0
     low, high = zero + (offset & 0xFFFFFFFF).to(tl.uint32), zero + ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
     a, b, c, d = tl.philox(seed, counter, zero + row.to(tl.uint32), low, high, ROUNDS)
@@ -71,13 +120,9 @@ def random_words(start, row, seed, offset, COUNT: tl.constexpr):
 
 
 @triton.jit
-def race_key(x, start, row, seed, offset, LOGITS: tl.constexpr, BLOCK: tl.constexpr):
-    """A key for each token of a block, of which the largest among any set of tokens is a sample of that set.
-
-    That is x / E with E exponential, or in logarithms the Gumbel trick (arXiv 1611.01144). The key does not depend on the set, so
-    however a set is found, the winner in it is the same, and a winner of a larger set that lies in a smaller one wins there too.
-    """
-    u = uniform(random_words(start, row, seed, offset, BLOCK))
+def race_key(x, counter, row, seed, offset, LOGITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys of BLOCK tokens in fours of neighbours. counter: [BLOCK / 4], the column of each four's first token / 4."""
+    u = uniform(random_words(counter, row, seed, offset, BLOCK))
     wait = tl.where(u < 0.015625, u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * 0.25))), -tl.log(1.0 - u))
     key = x / wait
     if LOGITS:
@@ -86,36 +131,7 @@ def race_key(x, start, row, seed, offset, LOGITS: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def threshold(row_ptr, width, stride, factor, top, low, high, mass_low, limit_mass, limit_count, LOGITS: tl.constexpr,
-              PIVOTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """(low', mass): the kept tokens, those that less than limit_mass and fewer than limit_count exceed, are all of order > low'.
-
-    None of order <= low may be kept, all of order >= high must be. mass_low: that of order > low. Each pass over the row cuts
-    (low, high) into PIVOTS + 1 parts, until one token is left between them, or one value.
-    """
-    j = tl.arange(0, PIVOTS)
-    count_low, count_high = low * 0 + width + 1, low * 0
-    while (high - low > 1) & (count_low - count_high != 1):
-        pivots = low + (high - low) * (j + 1) // (PIVOTS + 1)
-        mass, count = above(row_ptr, width, stride, factor, top, pivots.to(tl.int32), LOGITS, PIVOTS, BLOCK)
-        kept = (mass < limit_mass) & (count < limit_count)
-        # The higher a pivot, the less is above it: those that fail come first.
-        mass_low = tl.min(tl.where(kept, mass_low, mass), 0)
-        count_low = tl.min(tl.where(kept, count_low, count), 0)
-        count_high = tl.max(tl.where(kept, count, count_high), 0)
-        low = tl.max(tl.where(kept, low, pivots), 0)
-        high = tl.min(tl.where(kept, pivots, high), 0)
-    return low, mass_low
-
-
-@triton.jit
-def above(row_ptr, width, stride, factor, top, pivots, LOGITS: tl.constexpr, PIVOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """(mass, number) of the tokens above each pivot, an order."""
-    mass = tl.zeros([PIVOTS, BLOCK], tl.float32)
-    count = tl.zeros([PIVOTS, BLOCK], tl.int32)
-    for start in range(0, width, BLOCK):
-        _, x = load_row(row_ptr, start, width, stride, factor, BLOCK)
-        over = order(x)[None, :] > pivots[:, None]
-        mass += tl.where(over, mass_of(x, top, LOGITS)[None, :], 0.0)
-        count += over.to(tl.int32)
-    return tl.sum(mass, 1), tl.sum(count, 1).to(tl.int64)
+def winner(best, best_at, axis: tl.constexpr):
+    """The column of the largest key, the first one of equals; -1 if none was in the race, whose keys are all above -inf."""
+    largest = tl.max(best, axis, keep_dims=True)
+    return tl.min(tl.where(best == largest, best_at, 0x7FFFFFFF), axis)

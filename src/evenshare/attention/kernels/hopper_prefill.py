@@ -240,6 +240,30 @@ def _pieces(stride, PIECE: gl.constexpr = 8):
 
 
 @gluon.jit
+def _page_ids(kv_indices_ptr, n, kv_start, readable, num_pages, PAGE_SIZE: gl.constexpr):
+    """The pages of keys n of a request, -1 for what may not be read."""
+    page = gl.load(kv_indices_ptr + kv_start + n // PAGE_SIZE, mask=n < readable, other=-1)
+    return gl.where(page < num_pages, gl.maximum(page, -1), -1)
+
+
+@gluon.jit
+def _key_rows(pages, n, kv_start, readable, stride_page, stride_token, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
+              layout: gl.constexpr):  # fmt: skip
+    """Keys n of a request, whose pages are in shared memory -> (element offsets of their rows, which may be read)."""
+    if PAGE_SIZE > 0:
+        page = pages.load(layout)
+        valid = page >= 0
+        rows = page.to(gl.int64) * stride_page + (n % PAGE_SIZE).to(gl.int64) * stride_token
+    elif DENSE:
+        valid = n < readable
+        rows = kv_start.to(gl.int64) * stride_page + n.to(gl.int64) * stride_token
+    else:
+        valid = n < readable
+        rows = (kv_start + n).to(gl.int64) * stride_token
+    return rows, valid
+
+
+@gluon.jit
 def _gather_rows(bufs, stage, bar, ptr, rows, valid, DIM: gl.constexpr, BLOCK_D: gl.constexpr, CHUNK: gl.constexpr, chunk: gl.constexpr,
                  layout: gl.constexpr):  # fmt: skip
     """CHUNK rows of a block by cp.async, 16 bytes a copy; rows that are not valid and dims past DIM become zero."""
@@ -252,16 +276,20 @@ def _gather_rows(bufs, stage, bar, ptr, rows, valid, DIM: gl.constexpr, BLOCK_D:
 @gluon.jit
 def _produce_gather(queries, k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages, num_indices,
                     stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
-                    k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                    pages, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
                     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
                     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
                     STAGES: gl.constexpr, Q_BOX: gl.constexpr, Q_BUFFERS: gl.constexpr):  # fmt: skip
-    """Four warps: the rows of each block one by one, wherever their pages are."""
+    """Four warps: the rows of each block one by one, wherever their pages are.
+
+    Page ids are on their way while the block before is copied, one a thread, and get to the threads that copy through `pages`."""
     CHUNK: gl.constexpr = 16
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     layout_v: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
     index: gl.constexpr = gl.SliceLayout(1, layout)
     index_v: gl.constexpr = gl.SliceLayout(1, layout_v)
+    by_key: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    place = gl.arange(0, BLOCK_N, layout=by_key)
     worker = gl.program_id(0)
     stage = 0
     phase = 1
@@ -284,25 +312,22 @@ def _produce_gather(queries, k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, se
         readable = _readable_len(kv_start, kv_len, num_pages, num_indices, PAGE_SIZE, DENSE)
         k_head = kv_head.to(gl.int64) * _pieces(stride_k_head)
         v_head = kv_head.to(gl.int64) * _pieces(stride_v_head)
-        bad = gl.full([CHUNK], 0, gl.int32, index) | (readable < kv_len).to(gl.int32)
+        bad = gl.full([BLOCK_N], 0, gl.int32, by_key) | (readable < kv_len).to(gl.int32)
+        if PAGE_SIZE > 0:
+            ids = _page_ids(kv_indices_ptr, (end - 1) * BLOCK_N + place, kv_start, readable, num_pages, PAGE_SIZE)
         for i in range(num_blocks):
             key = (end - 1 - i) * BLOCK_N
+            block_pages = pages.index(i % 2)
+            if PAGE_SIZE > 0:
+                bad |= ((key + place < kv_len) & (ids < 0)).to(gl.int32)
+                block_pages.store(ids)
+                if i + 1 < num_blocks:
+                    ids = _page_ids(kv_indices_ptr, key - BLOCK_N + place, kv_start, readable, num_pages, PAGE_SIZE)
             mbarrier.wait(k_empty.index(stage), phase)
             for chunk in gl.static_range(BLOCK_N // CHUNK):
                 n = key + chunk * CHUNK + gl.arange(0, CHUNK, layout=index)
-                rows, valid, wrong = _key_rows(
-                    kv_indices_ptr,
-                    n,
-                    kv_start,
-                    kv_len,
-                    readable,
-                    num_pages,
-                    _pieces(stride_k_page),
-                    _pieces(stride_k_token),
-                    PAGE_SIZE,
-                    DENSE,
-                )
-                bad |= wrong
+                rows, valid = _key_rows(block_pages.slice(chunk * CHUNK, CHUNK, 0), n, kv_start, readable, _pieces(stride_k_page),
+                                        _pieces(stride_k_token), PAGE_SIZE, DENSE, index)  # fmt: skip
                 _gather_rows(
                     k_bufs, stage, k_full, k_ptr + k_head, rows, valid, HEAD_DIM, BLOCK_D, CHUNK, chunk, layout
                 )
@@ -314,18 +339,8 @@ def _produce_gather(queries, k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, se
             mbarrier.wait(v_empty.index(stage), phase)
             for chunk in gl.static_range(BLOCK_N // CHUNK):
                 n = key + chunk * CHUNK + gl.arange(0, CHUNK, layout=index_v)
-                rows, valid, _w = _key_rows(
-                    kv_indices_ptr,
-                    n,
-                    kv_start,
-                    kv_len,
-                    readable,
-                    num_pages,
-                    _pieces(stride_v_page),
-                    _pieces(stride_v_token),
-                    PAGE_SIZE,
-                    DENSE,
-                )
+                rows, valid = _key_rows(block_pages.slice(chunk * CHUNK, CHUNK, 0), n, kv_start, readable, _pieces(stride_v_page),
+                                        _pieces(stride_v_token), PAGE_SIZE, DENSE, index_v)  # fmt: skip
                 _gather_rows(
                     v_bufs, stage, v_full, v_ptr + v_head, rows, valid, HEAD_DIM_V, BLOCK_DV, CHUNK, chunk, layout_v
                 )
@@ -347,20 +362,19 @@ def _produce_gather(queries, k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, se
 
 
 @gluon.jit
-def _copy_codes(raw, ptr, kv_indices_ptr, key, kv_start, kv_len, readable, num_pages, stride_page, stride_token, bad,
-                DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr, layout: gl.constexpr):  # fmt: skip
-    """Start copying a block of fp8 rows, 16 bytes a thread at a time."""
+def _copy_codes(raw, ptr, pages, key, kv_start, readable, stride_page, stride_token, DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
+                DENSE: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """A block of fp8 by cp.async: each thread copies what it will widen."""
+    rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
     CHUNK: gl.constexpr = 2048 // raw.shape[1]
     d = gl.arange(0, raw.shape[1], layout=gl.SliceLayout(0, layout))
     for chunk in gl.static_range(raw.shape[0] // CHUNK):
-        n = key + chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))
-        rows, valid, wrong = _key_rows(kv_indices_ptr, n, kv_start, kv_len, readable, num_pages,
-                                       _pieces(stride_page, 16), _pieces(stride_token, 16), PAGE_SIZE, DENSE)  # fmt: skip
-        bad |= wrong
+        n = key + chunk * CHUNK + gl.arange(0, CHUNK, layout=rows_layout)
+        rows, valid = _key_rows(pages.slice(chunk * CHUNK, CHUNK, 0), n, kv_start, readable, _pieces(stride_page, 16),
+                                _pieces(stride_token, 16), PAGE_SIZE, DENSE, rows_layout)  # fmt: skip
         mask = valid.expand_dims(1) & (d < DIM).expand_dims(0)
         pointers = ptr + rows.expand_dims(1) + d.expand_dims(0)
         async_copy.async_copy_global_to_shared(raw.slice(chunk * CHUNK, CHUNK, 0), pointers, mask=mask)
-    return bad
 
 
 @gluon.jit
@@ -377,13 +391,15 @@ def _widen_codes(raw, buf, bar, layout: gl.constexpr):
 @gluon.jit
 def _produce_fp8(queries, k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages, num_indices,
                  stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
-                 k_raw, v_raw, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                 pages, k_raw, v_raw, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
                  GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
                  BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
                     STAGES: gl.constexpr, Q_BOX: gl.constexpr, Q_BUFFERS: gl.constexpr):  # fmt: skip
     """Four warps: the rows of each block one by one, wherever they are; the next block of K comes while one of V is widened."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_D, BLOCK_D // 16], [4, 1], [1, 0])
     layout_v: gl.constexpr = gl.BlockedLayout([1, 16], [512 // BLOCK_DV, BLOCK_DV // 16], [4, 1], [1, 0])
+    by_key: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    place = gl.arange(0, BLOCK_N, layout=by_key)
     worker = gl.program_id(0)
     stage = 0
     phase = 1
@@ -407,16 +423,22 @@ def _produce_fp8(queries, k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segme
         k_head = k_ptr + kv_head.to(gl.int64) * _pieces(stride_k_head, 16)
         v_head = v_ptr + kv_head.to(gl.int64) * _pieces(stride_v_head, 16)
         key = (end - 1) * BLOCK_N
-        bad = gl.full([2048 // BLOCK_D], 0, gl.int32, gl.SliceLayout(1, layout)) | (readable < kv_len).to(gl.int32)
-        bad_v = gl.full([2048 // BLOCK_DV], 0, gl.int32, gl.SliceLayout(1, layout_v))
-        bad = _copy_codes(k_raw, k_head, kv_indices_ptr, key, kv_start, kv_len, readable, num_pages,
-                          stride_k_page, stride_k_token, bad, HEAD_DIM, PAGE_SIZE, DENSE, layout)  # fmt: skip
+        bad = gl.full([BLOCK_N], 0, gl.int32, by_key) | (readable < kv_len).to(gl.int32)
+        if PAGE_SIZE > 0:
+            ids = _page_ids(kv_indices_ptr, key + place, kv_start, readable, num_pages, PAGE_SIZE)
+            bad |= ((key + place < kv_len) & (ids < 0)).to(gl.int32)
+            pages.index(0).store(ids)
+            if num_blocks > 1:
+                ids = _page_ids(kv_indices_ptr, key - BLOCK_N + place, kv_start, readable, num_pages, PAGE_SIZE)
+        _copy_codes(k_raw, k_head, pages.index(0), key, kv_start, readable, stride_k_page, stride_k_token,
+                    HEAD_DIM, PAGE_SIZE, DENSE, layout)  # fmt: skip
         async_copy.commit_group()
-        bad_v = _copy_codes(v_raw, v_head, kv_indices_ptr, key, kv_start, kv_len, readable, num_pages,
-                            stride_v_page, stride_v_token, bad_v, HEAD_DIM_V, PAGE_SIZE, DENSE, layout_v)  # fmt: skip
+        _copy_codes(v_raw, v_head, pages.index(0), key, kv_start, readable, stride_v_page, stride_v_token,
+                    HEAD_DIM_V, PAGE_SIZE, DENSE, layout_v)  # fmt: skip
         async_copy.commit_group()
         for i in range(num_blocks):
             key -= BLOCK_N
+            next_pages = pages.index((i + 1) % 2)
             async_copy.wait_group(1)
             mbarrier.wait(k_empty.index(stage), phase)
             if i == num_blocks - 1:
@@ -425,15 +447,20 @@ def _produce_fp8(queries, k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segme
                 flags.index((segment - segment_begin) % FLAGS).store(found)
             _widen_codes(k_raw, k_bufs.index(stage), k_full.index(stage), layout)
             if i + 1 < num_blocks:
-                bad = _copy_codes(k_raw, k_head, kv_indices_ptr, key, kv_start, kv_len, readable, num_pages,
-                                  stride_k_page, stride_k_token, bad, HEAD_DIM, PAGE_SIZE, DENSE, layout)  # fmt: skip
+                if PAGE_SIZE > 0:
+                    bad |= ((key + place < kv_len) & (ids < 0)).to(gl.int32)
+                    next_pages.store(ids)
+                    if i + 2 < num_blocks:
+                        ids = _page_ids(kv_indices_ptr, key - BLOCK_N + place, kv_start, readable, num_pages, PAGE_SIZE)
+                _copy_codes(k_raw, k_head, next_pages, key, kv_start, readable, stride_k_page, stride_k_token,
+                            HEAD_DIM, PAGE_SIZE, DENSE, layout)  # fmt: skip
             async_copy.commit_group()
             async_copy.wait_group(1)
             mbarrier.wait(v_empty.index(stage), phase)
             _widen_codes(v_raw, v_bufs.index(stage), v_full.index(stage), layout_v)
             if i + 1 < num_blocks:
-                bad_v = _copy_codes(v_raw, v_head, kv_indices_ptr, key, kv_start, kv_len, readable, num_pages,
-                                    stride_v_page, stride_v_token, bad_v, HEAD_DIM_V, PAGE_SIZE, DENSE, layout_v)  # fmt: skip
+                _copy_codes(v_raw, v_head, next_pages, key, kv_start, readable, stride_v_page, stride_v_token,
+                            HEAD_DIM_V, PAGE_SIZE, DENSE, layout_v)  # fmt: skip
             async_copy.commit_group()
             number = segment - segment_begin
             if Q_BUFFERS == 1:
@@ -452,31 +479,11 @@ def _produce_fp8(queries, k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segme
 
 
 @gluon.jit
-def _key_rows(kv_indices_ptr, n, kv_start, kv_len, readable, num_pages, stride_page, stride_token,
-              PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr):  # fmt: skip
-    """Keys n of a request -> (element offsets of their rows, which may be read, which should have been readable)."""
-    if PAGE_SIZE > 0:
-        page = gl.load(kv_indices_ptr + kv_start + n // PAGE_SIZE, mask=n < readable, other=-1)
-        valid = (page >= 0) & (page < num_pages)
-        wrong = ((n < kv_len) & (valid == 0)).to(gl.int32)
-        rows = page.to(gl.int64) * stride_page + (n % PAGE_SIZE).to(gl.int64) * stride_token
-    elif DENSE:
-        valid = n < readable
-        wrong = gl.zeros_like(n)
-        rows = kv_start.to(gl.int64) * stride_page + n.to(gl.int64) * stride_token
-    else:
-        valid = n < readable
-        wrong = gl.zeros_like(n)
-        rows = (kv_start + n).to(gl.int64) * stride_token
-    return rows, valid, wrong
-
-
-@gluon.jit
 def _produce(q, k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
              heads_per_row, num_q_starts, num_q_tokens, num_pages, num_indices, stride_q_start, stride_q_token, stride_q_head,
              stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
              q_panels, q_bufs, q_full, q_empty, numbers,
-             k_raw, v_raw, k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+             pages, k_raw, v_raw, k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
              GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, PAGE_SIZE: gl.constexpr, DENSE: gl.constexpr,
              GATHER: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BOX: gl.constexpr,
              STAGES: gl.constexpr, Q_BOX: gl.constexpr, Q_BUFFERS: gl.constexpr):  # fmt: skip
@@ -485,12 +492,12 @@ def _produce(q, k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
     if k_raw.dtype != k_bufs.dtype:
         _produce_fp8(queries, k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
                      num_indices, stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
-                     k_raw, v_raw, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                     pages, k_raw, v_raw, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
                      GROUP, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, Q_BOX, Q_BUFFERS)  # fmt: skip
     elif GATHER:
         _produce_gather(queries, k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
                         num_indices, stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
-                        k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                        pages, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
                         GROUP, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, Q_BOX, Q_BUFFERS)  # fmt: skip
     else:
         _produce_tma(queries, k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr, heads_per_row, num_pages,
@@ -755,7 +762,7 @@ def _consume(half: gl.constexpr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, wor
              sm_scale, logits_soft_cap, lse_scale, window_left, num_q_starts, num_q_tokens,
              stride_o_start, stride_o_token, stride_o_head,
              stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
-             q_bufs, o_bufs, q_full, q_empty, numbers, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
+             q_bufs, o_bufs, q_full, q_empty, numbers, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, v_clear, flags, turns,
              GROUP: gl.constexpr, HEAD_DIM_V: gl.constexpr, DENSE: gl.constexpr,
              GATHER: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
              HAS_LSE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr,
@@ -781,6 +788,9 @@ def _consume(half: gl.constexpr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, wor
     segment_end = gl.load(worker_indptr_ptr + worker + 1)
     stage = 0
     phase = 0
+    clear_phases = (
+        1 << STAGES
+    )  # a bit for each stage; begins unlike any other value, since Triton 3.6 mixes up those that begin equal
     turn = half ^ 1  # the first consumer begins
     if segment_begin < segment_end:
         if Q_BUFFERS == 2:
@@ -809,8 +819,13 @@ def _consume(half: gl.constexpr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, wor
                 )  # fmt: skip
             if not GATHER:
                 if key + BLOCK_N > kv_len:
-                    mbarrier.wait(v_full.index(stage), phase)
-                    _clear_rows(v_bufs.index(stage), kv_len - key, BLOCK_N, BLOCK_DV)
+                    if half == 0:
+                        mbarrier.wait(v_full.index(stage), phase)
+                        _clear_rows(v_bufs.index(stage), kv_len - key, BLOCK_N, BLOCK_DV)
+                        mbarrier.arrive(v_clear.index(stage), count=1)
+                    else:
+                        mbarrier.wait(v_clear.index(stage), clear_phases >> stage & 1)
+                    clear_phases ^= 1 << stage
             acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, output)
             for _ in range(1, num_blocks):
                 key -= BLOCK_N
@@ -942,6 +957,7 @@ def prefill(q, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_ptr,
         k_raw = k_bufs
         v_raw = v_bufs
     PRODUCER_WARPS: gl.constexpr = 4 if GATHER else 1
+    pages = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N if GATHER else 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], mbarrier.MBarrierLayout())
     numbers = gl.allocate_shared_memory(gl.int32, [FLAGS * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -949,6 +965,7 @@ def prefill(q, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_ptr,
     for i in gl.static_range(Q_BUFFERS):
         mbarrier.init(q_full.index(i), count=1 if Q_BOX > 0 else 32 * PRODUCER_WARPS)
         mbarrier.init(q_empty.index(i), count=2)
+    v_clear = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
@@ -957,6 +974,7 @@ def prefill(q, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_ptr,
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=arrivals)
         mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(v_clear.index(i), count=1)
     fence_async_shared()
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
@@ -968,7 +986,7 @@ def prefill(q, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_ptr,
                         sm_scale, logits_soft_cap, lse_scale, window_left, num_q_starts, num_q_tokens,
                         stride_o_start, stride_o_token, stride_o_head,
                         stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
-                        q_bufs, o_bufs, q_full, q_empty, numbers, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
+                        q_bufs, o_bufs, q_full, q_empty, numbers, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, v_clear, flags, turns,
                         GROUP, HEAD_DIM_V, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
                         BLOCK_N, BLOCK_DV, STAGES, Q_BOX, Q_BUFFERS)),
             (_consume, (SECOND,
@@ -977,14 +995,14 @@ def prefill(q, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_ptr,
                         sm_scale, logits_soft_cap, lse_scale, window_left, num_q_starts, num_q_tokens,
                         stride_o_start, stride_o_token, stride_o_head,
                         stride_lse_start, stride_lse_token, stride_lse_head, stride_k_scale, stride_v_scale,
-                        q_bufs, o_bufs, q_full, q_empty, numbers, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags, turns,
+                        q_bufs, o_bufs, q_full, q_empty, numbers, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, v_clear, flags, turns,
                         GROUP, HEAD_DIM_V, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
                         BLOCK_N, BLOCK_DV, STAGES, Q_BOX, Q_BUFFERS)),
             (_produce, (q, k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
                         heads_per_row, num_q_starts, num_q_tokens, num_pages, num_indices, stride_q_start, stride_q_token, stride_q_head,
                         stride_k_page, stride_k_token, stride_k_head, stride_v_page, stride_v_token, stride_v_head,
                         q_panels, q_bufs, q_full, q_empty, number_rows,
-                        k_raw, v_raw, k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
+                        pages, k_raw, v_raw, k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
                         GROUP, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, DENSE, GATHER, BLOCK_N, BLOCK_D, BLOCK_DV, BOX,
                         STAGES, Q_BOX, Q_BUFFERS)),
         ],

@@ -18,7 +18,7 @@ from tests.distributed.spawn import Case, Place
 
 PAGE = 4
 DECODE = [1, 1, 1, 1, 1, 1], [37, 1, 4, 64, 0, 9]  # new tokens and keys; one request has no key at all
-APPEND = [3, 1, 0, 7, 5, 2], [37, 1, 4, 64, 5, 9]
+APPEND = [3, 1, 0, 7, 5, 2, 4], [37, 1, 4, 64, 5, 9, 2]  # the last one has more tokens than keys: two rows without any
 SHORT = [1, 1], [2, 3]  # all keys of a request in one page: most ranks have none
 PLACEMENTS: dict[str, Callable[[torch.Tensor, int], Placement]] = {
     "round robin": lambda lens, size: RoundRobin(PAGE, size),

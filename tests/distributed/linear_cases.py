@@ -186,7 +186,7 @@ CASES: dict[str, Case] = {
 
 def check_transformers(place: Place) -> None:
     """A Llama whose linears are replaced by the plan that its configuration names, 4-bit and 16-bit."""
-    from transformers import LlamaConfig, LlamaModel
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=64,
@@ -200,13 +200,13 @@ def check_transformers(place: Place) -> None:
     ids = torch.randint(50, (2, 7), device=place.device)
     for quantised in (False, True):
         torch.manual_seed(0)
-        model = LlamaModel(config).to(place.device).eval()
+        model = LlamaForCausalLM(config).to(place.device).eval()
         if quantised:
             quantize_model(model, 32)
         with torch.no_grad():
-            want = model(ids).last_hidden_state
-            parallelize(model, config.base_model_tp_plan, unit=16)
-            got = model(ids).last_hidden_state
+            want = model(ids).logits
+            parallelize(model, model._tp_plan)
+            got = model(ids).logits
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 

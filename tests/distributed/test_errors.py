@@ -91,6 +91,12 @@ def test_values(alone: None, call: Callable[[], Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (
+            lambda: context(base=2.0),
+            "base: got an option that attention over ranks does not have, want one of head_dim_v",
+        ),
+        (lambda: context(variant=None), "variant: got an option"),
+        (lambda: ring(kv_dtype=torch.float8_e4m3fn), "kv_dtype: got an option"),
         (lambda: context(kv_lens=[9, 3]), "kv_lens: got list, want a tensor"),
         (lambda: context().run([1], TABLE, TABLE), "q: got list, want a tensor"),
         (lambda: ring(qo_indptr=[0, 3]), "qo_indptr: got list, want a tensor"),
@@ -118,6 +124,7 @@ def test_a_group_of_one(alone: None) -> None:
     out = context().run(q, cache, cache)
     assert out.is_contiguous()
     assert torch.isfinite(out).all()
+    context().check()
     layer = QuantLinear(random_weight(6, 32, 16, "zeros"), torch.randn(6))
     part = distributed.RowParallelLinear(layer)
     x = torch.randn(3, 32)

@@ -20,7 +20,7 @@ from evenshare.attention import AttentionPlan, merge_state, plan_attention
 from evenshare.device.checks import check_is_tensor
 from evenshare.distributed.placement import Placement
 from evenshare.distributed.ranks import Group, Ranks, find_ranks
-from evenshare.distributed.states import OUTPUTS, combine, new_states
+from evenshare.distributed.states import OUTPUTS, check_options, combine, new_states
 
 
 class ContextPlan:
@@ -97,10 +97,8 @@ class ContextPlan:
         check_is_tensor(q=q, k_cache=k_cache, v_cache=v_cache)
         rows = None
         if self._width:
-            (k_rows, ratio), (v_rows, other) = (
-                self._single_keys("k_cache", k_cache),
-                self._single_keys("v_cache", v_cache),
-            )
+            k_rows, ratio = self._single_keys("k_cache", k_cache)
+            v_rows, other = self._single_keys("v_cache", v_cache)
             if ratio != other:
                 raise ValueError(f"v_cache: got pages {other} keys apart, want {ratio}, as those of k_cache")
             rows = self._plan_rows(ratio)
@@ -118,6 +116,12 @@ class ContextPlan:
                 merge_state(states.o, states.lse, o, lse, out=states.o, lse_out=states.lse)
         out, lse = combine(states, self.ranks, self.output)
         return (out, lse) if return_lse else out
+
+    def check(self) -> None:
+        """Raise RuntimeError if planning or a run met impossible metadata on this rank. Syncs, unlike all else."""
+        for plan in (self._shared, self._rows):
+            if plan is not None:
+                plan.check()
 
     def _count_shared(self) -> torch.Tensor:
         """int32 [B]: of this rank's keys, those before every row of their request or at the first one's own position."""
@@ -209,11 +213,12 @@ def plan_context_attention(
     wants them; "tokens", tokens rank * ceil(n / num_ranks) on, zeros past the last one.
     max_q_len, max_q_rows: query tokens of a request and of all, at most; wanted if qo_indptr is on a GPU.
     group: a process group, a device mesh of one dimension, or None, all processes.
-    options: of `plan_attention`: head_dim_v, sm_scale, logits_soft_cap, dtype, kv_dtype, q_dtype, policy, backend, debug.
+    options: of `plan_attention`: head_dim_v, sm_scale, logits_soft_cap, dtype, kv_dtype, q_dtype, policy, planner, backend, debug.
 
     Every rank plans its own share in even shares for its GPU, computes (o, lse), and states are merged across ranks in the order of
     ranks, in float32: results repeat bit for bit. Raises ValueError or TypeError naming the argument.
     """
+    check_options(options, ("kv_dtype", "q_dtype"))
     ranks = find_ranks(group)
     if placement.num_ranks != ranks.size:
         raise ValueError(f"placement: got one for {placement.num_ranks} ranks, want the group's {ranks.size}")

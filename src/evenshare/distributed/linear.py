@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,11 +141,16 @@ class RowParallelLinear(nn.Module):
 def parallelize(model: nn.Module, plan: Mapping[str, str], *, unit: int = 1, group: Group = None) -> nn.Module:
     """Replace linear layers of `model` in place by their column- and row-parallel forms; returns the model.
 
-    plan: shell pattern of a module's name -> "colwise" or "rowwise", as in transformers' `base_model_tp_plan`; the first that fits.
+    plan: shell pattern of a module's name -> "colwise", "colwise_gather_output" or "rowwise", as in transformers'
+    `base_model_tp_plan`; the first pattern that fits.
     unit: of every cut, so that shares of neighbouring layers agree: 1, or what divides all sizes cut, as a group size does.
     Raises ValueError for another style or a pattern that fits no nn.Linear or QuantLinear.
     """
-    styles: dict[str, Any] = {"colwise": ColumnParallelLinear, "rowwise": RowParallelLinear}
+    styles: dict[str, Any] = {
+        "colwise": ColumnParallelLinear,
+        "colwise_gather_output": partial(ColumnParallelLinear, gather_output=True),
+        "rowwise": RowParallelLinear,
+    }
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | QuantLinear)}
     used = set()
     for name, linear in linears.items():

@@ -28,6 +28,7 @@ from evenshare.distributed.halo import Halo
 from evenshare.distributed.layout import TokenLayout, indptr_of, lay_out
 from evenshare.distributed.placement import Placement
 from evenshare.distributed.ranks import Group, Ranks, find_ranks
+from evenshare.distributed.states import check_options
 
 MIN_CHUNK = 128  # tokens: a row tile of the prefill kernels; below that a cut makes tiles emptier, not fewer
 ABOUT = "keys on their way round the ring"
@@ -178,10 +179,11 @@ def plan_ring_attention(
     causal, window_left: as in `attention`; a window wants causal.
     min_chunk: requests that would be cut into chunks of fewer tokens stay whole, on the least loaded rank.
     device: where q, k, v are; None: the current GPU, or the CPU for a group on gloo.
-    options: of `plan_attention`: head_dim_v, sm_scale, logits_soft_cap, dtype, policy, backend, debug.
+    options: of `plan_attention`: head_dim_v, sm_scale, logits_soft_cap, dtype, policy, planner, backend, debug.
 
     Results repeat bit for bit. Raises ValueError or TypeError naming the argument.
     """
+    check_options(options)
     ranks = find_ranks(group)
     check_is_tensor(qo_indptr=qo_indptr)
     if qo_indptr.device.type != "cpu" or qo_indptr.dim() != 1 or not len(qo_indptr):

@@ -11,6 +11,7 @@ and gives the same bits whatever algorithm the library picks.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ from evenshare.attention import merge_states
 from evenshare.distributed.ranks import Ranks
 
 OUTPUTS = ("all", "heads", "tokens")
+# Options of `plan_attention`; no variant, whose functions want logical positions, and no base, since states merge in base e.
+OPTIONS = ("head_dim_v", "sm_scale", "logits_soft_cap", "dtype", "policy", "planner", "backend", "debug")
 # Up to it states are gathered and merged by every rank, beyond it shares are exchanged and results gathered: 2 / num_ranks of the
 # bytes, but two collectives. An estimate: what a link of 100 GB/s moves in the 10 us that a collective takes at least.
 ONE_STEP_BYTES = 1 << 20
@@ -31,6 +34,16 @@ class States:
     rows: torch.Tensor  # uint8 [num_rows, bytes of a row], tokens or heads outside
     o: torch.Tensor  # [n, H, D], a view
     lse: torch.Tensor  # float32 [n, H], a view
+
+
+def check_options(options: Iterable[str], more: Iterable[str] = ()) -> None:
+    """Raise TypeError unless all options are in OPTIONS or `more`."""
+    known = (*OPTIONS, *more)
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"{name}: got an option that attention over ranks does not have, want one of {', '.join(known)}"
+            )
 
 
 def new_states(

@@ -154,7 +154,7 @@ def read_times(path: Path, commit: str) -> dict[Shape, Times]:
 def measured(
     path: Path, shapes: Sequence[Shape], target: Target, commit: str, deadline: float = math.inf
 ) -> Iterator[Times]:
-    """The times of the shapes, from the file or measured and appended to it; after `deadline`, by time.monotonic, none is measured."""
+    """The times of the shapes, from the file or measured and appended to it. After `deadline` (time.monotonic) none is measured."""
     known = read_times(path, commit)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a" if known else "w", newline="") as file:

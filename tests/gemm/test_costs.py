@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from evenshare.gemm import costs, hopper, hopper_scaled, hopper_skinny, plan
-from evenshare.gemm.costs import CostTable, TileKey, derive, load_table, read_table, write_table
-from evenshare.schedule.cost_model import CostModel
+from evenshare.gemm.costs import CostTable, TileCosts, TileKey, derive, load_table, read_table, write_table
 
 H200 = "NVIDIA H200"
 KEYS = [
@@ -49,7 +48,7 @@ def test_derived_constants(key: TileKey) -> None:
 
 def test_what_a_user_has_measured_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = load_table(H200)
-    cached, named = CostModel(1.0, 2.0, 3.0, 4.0), CostModel(5.0, 6.0, 7.0, 8.0)
+    cached, named = TileCosts(1.0, 2.0, 3.0, 4.0, 2.5), TileCosts(5.0, 6.0, 7.0, 8.0, 6.5)
     write_table(costs.user_table(H200), H200, {KEYS[0]: cached, KEYS[1]: cached})
     write_table(tmp_path / "mine.json", H200, {KEYS[1]: named}, date="today")
     monkeypatch.setenv(costs.VARIABLE, str(tmp_path / "mine.json"))
@@ -77,16 +76,16 @@ def test_a_cpu_has_derived_constants() -> None:
 def test_plans_follow_the_table() -> None:
     """The tile with the cheapest iterations is taken, and cut or not by what a partial costs."""
     for cheap in hopper.TILES:
-        models = {hopper.tile_key(tile): CostModel(1.0, 1.0, 1.0, 1.0) for tile in hopper.TILES}
-        models[hopper.tile_key(cheap)] = CostModel(1e-3, 1e-3, 1e-3, 1e-3)
+        models = {hopper.tile_key(tile): TileCosts(1.0, 1.0, 1.0, 1.0, 1.0) for tile in hopper.TILES}
+        models[hopper.tile_key(cheap)] = TileCosts(1e-3, 1e-3, 1e-3, 1e-3, 1e-3)
         assert hopper.plan_matmul(1024, 1024, 8192, False, 132, CostTable("", models)).tile == cheap
     key = hopper_skinny.tile_key(hopper_skinny.SkinnyTile(16, 2))
     for partial, split in ((1.0, True), (1000.0, False)):
-        table = CostTable("", {key: CostModel(1.0, partial, 1.0, partial)})
+        table = CostTable("", {key: TileCosts(1.0, partial, 1.0, partial, 1.0)})
         shares = hopper_skinny.plan_matmul(16, 64, 16384, True, 132, table).shares
         assert (shares.num_workers > 1) == split
     portable = plan.tile_key(plan.HALF_TILES[1], 2)
     for partial, split in ((1.0, True), (1000.0, False)):
-        table = CostTable("", {portable: CostModel(1.0, partial, 1.0, partial)})
+        table = CostTable("", {portable: TileCosts(1.0, partial, 1.0, partial, 1.0)})
         shares = plan.plan_matmul(64, 64, 16384, 2, 132, costs=table).shares
         assert (shares.num_workers > 1) == split

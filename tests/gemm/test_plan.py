@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenshare.gemm.costs import TileCosts
 from evenshare.gemm.plan import (
     FLOAT32_TILES,
     HALF_TILES,
@@ -15,7 +16,6 @@ from evenshare.gemm.plan import (
     choose_tile,
     plan_matmul,
 )
-from evenshare.schedule.cost_model import CostModel
 
 H200_SMS = 132
 SIZES = st.one_of(st.integers(1, 300), st.integers(1, 20000))
@@ -93,7 +93,7 @@ def test_whole_waves_and_a_tail_of_one_to_two_tiles_a_worker() -> None:
 @pytest.mark.parametrize(("cost", "split"), [(10.0, True), (40.0, False)])
 def test_the_tail_is_split_where_it_pays(cost: float, split: bool) -> None:
     """6 tiles of 100 iterations on 4 workers: 150 iterations and one partial each, or 200 and none."""
-    shares = choose_shares(CostModel(a=0, b=cost, c=1, d=cost), 6, 100, 4)
+    shares = choose_shares(TileCosts(a=0, b=cost, c=1, d=cost, whole_c=1), 6, 100, 4)
     assert (shares.num_whole < shares.num_tiles) == split
 
 

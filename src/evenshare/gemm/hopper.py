@@ -18,7 +18,6 @@ from evenshare.gemm.costs import CostTable, TileKey, costs_of
 from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.kernels import hopper_matmul
 from evenshare.gemm.plan import choose_shares
-from evenshare.schedule.cost_model import CostModel
 from evenshare.schedule.plan import UniformPlan
 
 PANEL = hopper_matmul.PANEL.value  # the k of a step
@@ -72,23 +71,11 @@ def plan_tile(
     """(shares of tiles of this kind, when the slowest worker is done, in microseconds)."""
     model = costs.model(key)
     shares = choose_shares(model, count_tiles(tile, m, n, gated), -(-k // key.block_k), num_sms)
-    return HopperPlan(tile, shares), makespan(shares, model)
+    return HopperPlan(tile, shares), model.makespan(shares)
 
 
 def count_tiles(tile: HopperTile, m: int, n: int, gated: bool) -> int:
     return -(-m // tile.block_m) * -(-(2 * n if gated else n) // tile.block_n)
-
-
-def makespan(shares: UniformPlan, model: CostModel) -> float:
-    """In the model's unit: of the worker with most to do."""
-    workers, iters = shares.num_workers, shares.iters_per_tile
-    tail_tiles = shares.num_tiles - shares.num_whole
-    whole = -(-shares.num_whole // workers) * (model.c * iters + model.a)
-    if tail_tiles == 0:
-        return whole
-    share = -(-tail_tiles * iters // workers)
-    contributors = -(-iters // max(share, 1)) + 1
-    return whole + model.c * share + model.a + model.b + model.d * contributors
 
 
 def refusal(a: torch.Tensor, b: torch.Tensor, target: Target) -> str | None:

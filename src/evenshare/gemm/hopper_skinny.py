@@ -16,7 +16,7 @@ from evenshare.device.target import HOPPER, Target
 from evenshare.device.workspace import stream_workspace
 from evenshare.gemm.costs import CostTable, TileKey, costs_of
 from evenshare.gemm.epilogue import Epilogue
-from evenshare.gemm.hopper import major, makespan
+from evenshare.gemm.hopper import major
 from evenshare.gemm.kernels import hopper_skinny
 from evenshare.gemm.plan import choose_shares
 from evenshare.schedule.plan import UniformPlan
@@ -64,7 +64,7 @@ def plan_matmul(m: int, n: int, k: int, gated: bool, num_sms: int, costs: CostTa
         tile = SkinnyTile(block_m, strips)
         model = costs.model(tile_key(tile))
         shares = choose_shares(model, -(-n // (STRIP if gated else strips * STRIP)), -(-k // STEP), num_sms)
-        timed.append((SkinnyPlan(tile, shares), makespan(shares, model)))
+        timed.append((SkinnyPlan(tile, shares), model.makespan(shares)))
     return min(timed, key=lambda found: found[1])[0]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from evenshare.gemm.costs import DERIVED, CostTable, TileKey
-from evenshare.schedule.cost_model import CostModel, choose_num_shares
+from evenshare.gemm.costs import DERIVED, CostTable, TileCosts, TileKey
+from evenshare.schedule.cost_model import choose_num_shares
 from evenshare.schedule.plan import UniformPlan
 from evenshare.schedule.uniform import uniform_plan
 
@@ -84,16 +84,13 @@ def tile_key(tile: TileConfig, itemsize: int, tf32: bool = False) -> TileKey:
     return TileKey(kernel, operands, tile.block_m, tile.block_n, tile.block_k)
 
 
-def choose_shares(model: CostModel, num_tiles: int, iters_per_tile: int, max_workers: int) -> UniformPlan:
-    """Workers, and whether to split: only where the model says that levelling the finish is worth the partials."""
+def choose_shares(costs: TileCosts, num_tiles: int, iters_per_tile: int, max_workers: int) -> UniformPlan:
+    """Workers, and whether to cut tiles: only where levelling the finish is worth what cuts cost."""
+    workers = max_workers
     if num_tiles < max_workers:
-        num_workers = max(choose_num_shares(model, num_tiles, iters_per_tile, max_workers), min(num_tiles, max_workers))
-        return uniform_plan(num_tiles, iters_per_tile, num_workers)
-    tail = num_tiles - uniform_plan(num_tiles, iters_per_tile, max_workers).num_whole
-    # A tail of one to two tiles a worker: split, a share stores a partial and merges one; whole, some workers take two tiles.
-    split_time = model.b + model.d + model.c * -(-tail * iters_per_tile // max_workers)
-    whole_time = model.c * 2 * iters_per_tile
-    return uniform_plan(num_tiles, iters_per_tile, max_workers, split=split_time < whole_time)
+        workers = max(choose_num_shares(costs, num_tiles, iters_per_tile, max_workers), num_tiles)
+    whole = uniform_plan(num_tiles, iters_per_tile, min(num_tiles, max_workers), split=False)
+    return min((whole, uniform_plan(num_tiles, iters_per_tile, workers)), key=costs.makespan)
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""From times of a tile's products to the constants of its cost model (`schedule.cost_model`), without a GPU."""
+"""From times of a tile's products to the constants of its costs (`gemm.costs`), without a GPU."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evenshare.schedule.cost_model import CostModel
+from evenshare.gemm.costs import CONSTANTS, TileCosts, count_work
 from evenshare.schedule.plan import UniformPlan
 from evenshare.schedule.uniform import uniform_plan
 
 
 class Run(NamedTuple):
-    """A product in which every worker does the same: `waves` whole tiles, or one of `peers` shares of a tile."""
+    """A product by its size."""
 
-    waves: int
-    peers: int
-    iters_per_share: int
-
-
-class Sample(NamedTuple):
-    run: Run
-    us: float
+    tiles: float  # for each worker
+    iters: int  # of a tile
+    cut: bool = False  # all workers get an even share; otherwise tiles are whole
 
 
 class Work(NamedTuple):
@@ -34,44 +29,48 @@ class Work(NamedTuple):
     shares: UniformPlan
 
 
-# Whole tiles tell a and c apart from what a launch costs, cut ones b and d.
+class Sample(NamedTuple):
+    shares: UniformPlan
+    us: float
+
+
+# Whole tiles tell a and whole_c apart from what a launch costs, cut ones the rest. Shares begin anywhere in a tile, as in plans.
 RUNS = (
-    *(Run(1, 1, iters) for iters in (8, 32, 96)),
-    *(Run(waves, 1, iters) for waves, iters in ((2, 16), (4, 8))),
-    *(Run(1, peers, iters) for peers in (2, 4, 8, 16) for iters in (4, 16)),
+    *(Run(1, iters) for iters in (8, 32, 96)),
+    *(Run(tiles, iters) for tiles, iters in ((2, 16), (4, 8))),
+    *(Run(tiles, iters, True) for tiles in (7 / 8, 3 / 8) for iters in (16, 64)),
+    *(Run(1 / 8, iters, True) for iters in (32, 128)),
+    *(Run(1 / 32, iters, True) for iters in (64, 256)),
 )
 
 
 def make_work(run: Run, max_workers: int, one_row: bool = False) -> Work:
-    """As many tiles as give all workers, or nearly all, their part of `run`, in a grid as square as it gets or in one row."""
-    tiles = max(max_workers // run.peers, 1)
-    workers, tiles = tiles * run.peers, tiles * run.waves
+    """The run's tiles in a grid as square as it gets or in one row."""
+    tiles = max(int(run.tiles * max_workers), 1)
     rows = 1 if one_row else max(i for i in range(1, math.isqrt(tiles) + 1) if tiles % i == 0)
-    shares = uniform_plan(tiles, run.iters_per_share * run.peers, workers, split=run.peers > 1)
-    return Work(rows, tiles // rows, shares)
+    return Work(rows, tiles // rows, uniform_plan(tiles, run.iters, max_workers, split=run.cut))
 
 
-def fit(samples: Sequence[Sample]) -> tuple[CostModel, float]:
-    """(the model of least squared relative error, that error in root mean square).
+def fit(samples: Sequence[Sample]) -> tuple[TileCosts, float]:
+    """(the constants of least squared relative error, that error in root mean square).
 
-    time = launch + waves (a + c iters_per_share) + b [peers > 1] + d (peers - 1). launch, the same for every plan, is fitted and
+    A time is that of the worker with most to do (`gemm.costs.count_work`) and of a launch, the same for every plan, fitted and
     dropped. No constant is negative: one that would be is 0, and the others are fitted anew.
 
     Raises ValueError for fewer samples than constants or a time that is not positive.
     """
-    if len(samples) < 5 or not all(us > 0 for _, us in samples):
-        raise ValueError(f"samples: got {[us for _, us in samples]}, want at least five times, all positive")
-    columns = np.array([(1, run.waves, run.peers > 1, run.waves * run.iters_per_share, run.peers - 1)
-                        for run, _ in samples], dtype=float)  # fmt: skip
-    times = np.array([us for _, us in samples])
-    scaled = columns / times[:, None]  # of a relative error
-    free = list(range(5))
+    if len(samples) <= len(CONSTANTS) or not all(us > 0 for _, us in samples):
+        raise ValueError(
+            f"samples: got {[us for _, us in samples]}, want more than {len(CONSTANTS)} times, all positive"
+        )
+    columns = np.array([(1, *count_work(shares)) for shares, _ in samples], dtype=float)
+    scaled = columns / np.array([us for _, us in samples])[:, None]  # of a relative error
+    free = list(range(columns.shape[1]))
     while True:
-        found = np.zeros(5)
+        found = np.zeros(columns.shape[1])
         found[free] = np.linalg.lstsq(scaled[:, free], np.ones(len(samples)), rcond=None)[0]
         if found.min() >= 0:
             break
         free.remove(int(found.argmin()))
     error = float(np.sqrt(np.mean((scaled @ found - 1) ** 2)))
-    _, a, b, c, d = map(float, found)
-    return CostModel(a, b, c, d), error
+    return TileCosts(*map(float, found[1:])), error

@@ -12,11 +12,10 @@ import triton
 import typer
 
 from evenshare.device.target import select_target
-from evenshare.gemm.costs import TileKey, user_table, write_table
+from evenshare.gemm.costs import CONSTANTS, TileCosts, TileKey, user_table, write_table
 from evenshare.report.arguments import stop
 from evenshare.report.calibrate import RUNS, Sample, fit, make_work
 from evenshare.report.calibrate_kernels import TimedTile, time_us, timed_tiles
-from evenshare.schedule.cost_model import CostModel
 
 
 def calibrate_command(
@@ -35,10 +34,10 @@ def calibrate_command(
     target = select_target(device, "triton")
     name = torch.cuda.get_device_name(target.device)
     begin = time.monotonic()
-    models: dict[TileKey, CostModel] = {}
+    models: dict[TileKey, TileCosts] = {}
     tiles = list(timed_tiles(target))
     print(f"{name}: {len(tiles)} tiles, microseconds")
-    print(f"{'':>6}  {'kernel':14} {'operands':8} {'tile':>12} {'a':>8} {'b':>8} {'c':>8} {'d':>8}  error")
+    print(f"{'':>7}  {'kernel':14} {'operands':8} {'tile':>12} {' '.join(f'{name:>8}' for name in CONSTANTS)}  error")
     for number, tile in enumerate(tiles, 1):
         if time.monotonic() - begin > seconds:
             print(f"{seconds:g} s are over: {len(tiles) - len(models)} tiles keep what they had")
@@ -46,7 +45,7 @@ def calibrate_command(
         model, error = measure(tile, target.device)
         models[tile.key] = model
         size = "x".join(map(str, tile.key[2:]))
-        constants = " ".join(f"{value:8.3f}" for value in (model.a, model.b, model.c, model.d))
+        constants = " ".join(f"{getattr(model, name):8.3f}" for name in CONSTANTS)
         print(
             f"{number:>2} / {len(tiles)}  {tile.key.kernel:14} {tile.key.operands:8} {size:>12} {constants}  {error:.1%}"
         )
@@ -62,12 +61,8 @@ def calibrate_command(
     print(f"{path}: {len(models)} tiles, {time.monotonic() - begin:.0f} s")
 
 
-def measure(tile: TimedTile, device: torch.device) -> tuple[CostModel, float]:
+def measure(tile: TimedTile, device: torch.device) -> tuple[TileCosts, float]:
     """(constants, their relative error)."""
+    works = [make_work(run, tile.max_workers, tile.one_row) for run in RUNS]
     with torch.cuda.device(device):
-        return fit(
-            [
-                Sample(run, time_us(tile.prepare(make_work(run, tile.max_workers, tile.one_row), device), device))
-                for run in RUNS
-            ]
-        )
+        return fit([Sample(work.shares, time_us(tile.prepare(work, device), device)) for work in works])

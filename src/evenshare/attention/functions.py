@@ -13,6 +13,7 @@ from evenshare.attention.executors import Capacity
 from evenshare.attention.metadata import dense_batch
 from evenshare.attention.plan import AttentionPlan, plan_attention
 from evenshare.attention.problem import CODES, FP8, Problem, default_scale
+from evenshare.attention.sparse.pages import paged_attention_by_head
 from evenshare.device.checks import check_is_tensor
 from evenshare.device.target import Target, select_target
 
@@ -157,7 +158,8 @@ def paged_attention(
 
     q: [total_q, Hq, D]. k_cache, v_cache: NHD [num_pages, page_size, Hkv, D] or HND [num_pages, Hkv, page_size, D], any page
     size from 1, any strides but the last. The page table is kv_indptr, kv_indices and last_page_len (FlashInfer's form) or
-    block_table and kv_lens; see `plan_attention`, also for the options. qo_indptr None: one query token per request.
+    block_table and kv_lens; see `plan_attention`, also for the options. qo_indptr None: one query token per request. A decode step
+    may have a block_table [B, Hkv, pages] and kv_lens [B, Hkv] of each KV head's own, such as those of `sparse.select_pages`.
     Beside a 16-bit q, the cache may be float8_e4m3fn, codes that k_scale and v_scale multiply (`AttentionPlan.run`); and then q
     too, with q_scale. out_dtype: of the output of such a q, float16 or bfloat16; None: that of `out`, or bfloat16.
 
@@ -174,6 +176,37 @@ def paged_attention(
     if kv_layout not in ("NHD", "HND"):
         raise ValueError(f"kv_layout: got {kv_layout!r}, want 'NHD' or 'HND'")
     page_dim, head_dim = (1, 2) if kv_layout == "NHD" else (2, 1)
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    if isinstance(block_table, torch.Tensor) and block_table.dim() == 3:
+        others: dict[str, Any] = {
+            "qo_indptr": qo_indptr,
+            "kv_indptr": kv_indptr,
+            "kv_indices": kv_indices,
+            "last_page_len": last_page_len,
+        }
+        others |= {"variant": variant, "window_left": None if window_left == -1 else window_left}
+        others |= {name: s for name, s in scales.items() if isinstance(s, torch.Tensor) and s.numel() > 1}
+        for name, given in others.items():
+            if given is not None:
+                raise ValueError(f"{name}: got one beside a block_table of each KV head, want it left out")
+        return paged_attention_by_head(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            kv_lens,
+            kv_layout,
+            out,
+            lse,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            **scales,
+            return_lse=return_lse,
+            base=base,
+            out_dtype=out_dtype,
+            backend=backend,
+            debug=debug,
+        )
     if block_table is None and kv_indices is None:
         raise ValueError(
             "kv_indices: got None, want a page table (kv_indptr, kv_indices and last_page_len, or block_table and kv_lens)"
@@ -203,7 +236,6 @@ def paged_attention(
         backend=backend,
         debug=debug,
     )
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     return plan.run(q, k_cache, v_cache, **scales, out=out, lse=lse, return_lse=return_lse)
 
 

@@ -8,6 +8,8 @@ __getattr__, __all__ = attach(
         "BlockSparsity": "blocks",
         "BlockSparsePlan": "plan",
         "block_sparse_attention": "plan",
+        "page_bounds": "pages",
         "plan_block_sparse_attention": "plan",
+        "select_pages": "pages",
     },
 )

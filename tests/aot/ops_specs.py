@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from evenshare.device import epilogue
-from evenshare.ops.kernels import activation, norm, rope, sampling
+from evenshare.ops.kernels import activation, norm, rope, sampling, sampling_speculative
 
-AROUND_SEARCH = 8
+AROUND_SEARCH = 16
 
 
 def ops_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, str]]) -> Iterator[Any]:
@@ -79,7 +79,8 @@ def sampling_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, s
     }  # fmt: skip
     for dtype, per_row in (("fp32", False), ("bf16", True)):
         types = pointers(dtype, "x", "draft", "target") | pointers("i64", "seed", "offset") | surveyed | numbers
-        types |= pointers("fp32", "mass") | pointers("i32", "low", "ids", "accepted", "emitted")
+        types |= pointers("fp32", "mass", "spare")
+        types |= pointers("i32", "low", "ids", "accepted", "emitted", "end", "spare_at")
         ones = ("stride_x_dim", "stride_out_dim", "stride_draft_dim", "stride_ids_token", "stride_target_dim")
 
         def spec(
@@ -104,7 +105,10 @@ def sampling_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, s
             return make(name, kernel, constants, given, ones, num_warps=8, known_spills=spills)
 
         yield spec("softmax", sampling.softmax, "fp32")
-        yield spec("verify_chain", sampling.verify_chain, "i32", BLOCK_DRAFT=8)
+        yield spec("speculative judge", sampling_speculative.judge_drafts, "i32", BLOCK=8)
+        yield spec("speculative survey", sampling_speculative.survey_rest)
+        if not per_row:
+            yield spec("speculative place", sampling_speculative.place_token, "i32")
         for logits in (False, True):
             form = "logits" if logits else "probs"
             yield spec(f"keep {form}", sampling.keep, dtype, LOGITS=logits)

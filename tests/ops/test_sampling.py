@@ -282,6 +282,16 @@ def test_speculative_first_tokens_follow_the_target(place: Place) -> None:
         assert statistic < bound
 
 
+@pytest.mark.usefixtures("small_cuts")
+def test_speculative_parts(place: Place) -> None:
+    device, backend = place
+    draft, target = distinct_rows(6, 150).view(2, 3, 150), distinct_rows(8, 150).view(2, 4, 150)
+    ids = draft.argmax(-1)
+    want = speculative_sample(draft, ids, target, seed=4)
+    got = speculative_sample(draft.to(device), ids.to(device), target.to(device), seed=4, backend=backend)
+    assert [part.tolist() for part in got] == [part.tolist() for part in want]
+
+
 def test_speculative_edges(place: Place) -> None:
     device, backend = place
     certain = torch.eye(4, device=device).half()

@@ -18,6 +18,6 @@ __getattr__, __all__ = attach(
         "sample_from_logits": "sampling",
         "sample_from_probs": "sampling",
         "softmax": "sampling",
-        "speculative_sample": "sampling",
+        "speculative_sample": "sampling_speculative",
     },
 )

@@ -11,6 +11,7 @@ import triton
 
 from evenshare.device.launcher import Launch, get_launcher
 from evenshare.ops.kernels import sampling as kernels
+from evenshare.ops.kernels import sampling_speculative as speculative
 
 # None of these depends on the number of rows, so that a row's sums do not either.
 PART = 8192  # columns that a program surveys: few rows still make many programs
@@ -197,8 +198,22 @@ def verify_chain(
     seed: torch.Tensor,
     offset: torch.Tensor,
 ) -> None:
-    num_draft, width = draft.shape[1:]
-    static = (num_draft, width, *draft.stride(), *ids.stride(), *target_probs.stride())
-    constants = (("BLOCK_DRAFT", max(triton.next_power_of_2(num_draft + 1), 4)), *Cuts(width).constants("BLOCK"))
-    launch = _bind(kernels.verify_chain, 8, draft.device, (draft.shape[0],), static, constants)
-    launch(draft, ids, target_probs, out, accepted, emitted, seed, offset)
+    rows, num_draft, width = draft.shape
+    cuts = Cuts(width)
+    device = draft.device
+    end = torch.empty(rows, dtype=torch.int32, device=device)
+    values = torch.empty(2, rows, cuts.num_parts, dtype=torch.float32, device=device)
+    columns = torch.empty(2, rows, cuts.num_parts, dtype=torch.int32, device=device)
+    parts = (values[0], columns[0], values[1], columns[1])
+    strides = (*draft.stride(), *ids.stride(), *target_probs.stride())
+    block = (("BLOCK", max(triton.next_power_of_2(num_draft + 1), 4)),)
+    judge = _bind(speculative.judge_drafts, 9, device, (rows,), (num_draft, width, *strides), block)
+    judge(draft, ids, target_probs, out, end, accepted, emitted, seed, offset)
+    static = (num_draft, width, cuts.num_parts, *draft.stride(), *target_probs.stride())
+    constants = cuts.constants("PART", "BLOCK")
+    survey = _bind(speculative.survey_rest, 9, device, (rows, cuts.num_parts), static, constants)
+    survey(draft, target_probs, end, *parts, seed, offset)
+    place = _bind(
+        speculative.place_token, 6, device, (rows,), (num_draft, cuts.num_parts), cuts.constants("PARTS")
+    )  # fmt: skip
+    place(out, end, *parts)

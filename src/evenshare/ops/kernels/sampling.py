@@ -19,9 +19,7 @@ from evenshare.ops.kernels.sampling_rows import (
     number_of,
     order,
     race_key,
-    random_words,
     source_of,
-    uniform,
     winner,
 )
 from evenshare.ops.kernels.sampling_search import bound, narrow, threshold
@@ -187,48 +185,3 @@ def sample(x_ptr, out_ptr, valid_ptr, indices_ptr, top_k_ptr, top_p_ptr, min_p_p
     tl.store(out_ptr + row, tl.where(valid, token, 0).to(out_ptr.dtype.element_ty))
     if valid_ptr is not None:
         tl.store(valid_ptr + row, valid)
-
-
-@triton.jit
-def verify_chain(draft_ptr, ids_ptr, target_ptr, out_ptr, accepted_ptr, emitted_ptr, seed_ptr, offset_ptr, num_draft, width,
-                 stride_draft_row, stride_draft_token, stride_draft_dim, stride_ids_row, stride_ids_token,
-                 stride_target_row, stride_target_token, stride_target_dim, BLOCK_DRAFT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Speculative sampling of one request a program (arXiv 2211.17192): the drafts up to the first that is refused, and one token."""
-    row = tl.program_id(0).to(tl.int64)
-    seed, offset = tl.load(seed_ptr), tl.load(offset_ptr)
-    n = tl.arange(0, BLOCK_DRAFT)
-    there = n < num_draft
-    ids = tl.load(ids_ptr + row * stride_ids_row + n.to(tl.int64) * stride_ids_token, mask=there, other=-1).to(tl.int64)
-    known = there & (ids >= 0) & (ids < width)
-    draft_row, target_row = draft_ptr + row * stride_draft_row, target_ptr + row * stride_target_row
-    at = n.to(tl.int64)
-    p = tl.load(draft_row + at * stride_draft_token + ids * stride_draft_dim, mask=known, other=0.0).to(tl.float32)
-    q = tl.load(target_row + at * stride_target_token + ids * stride_target_dim, mask=known, other=0.0).to(tl.float32)
-    # Counters beyond those of tokens, which are below 2^31 / 4.
-    u = uniform(random_words(0x1C000000 + tl.arange(0, BLOCK_DRAFT // 4), row, seed, offset, BLOCK_DRAFT))
-    accepted = known & (u * p < q)
-    emitted = tl.min(tl.where(accepted, num_draft, tl.minimum(n, num_draft)), 0)
-    width_draft = tl.where(emitted < num_draft, width, 0)
-    target_row += emitted.to(tl.int64) * stride_target_token
-    draft_row += emitted.to(tl.int64) * stride_draft_token
-    best, best_at = tl.full([BLOCK], float("-inf"), tl.float32), tl.full([BLOCK], NONE, tl.int32)
-    spare, spare_at = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.int32)
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        y = load_columns(target_row, columns, columns < width, stride_target_dim, 1.0)
-        x = load_columns(draft_row, columns, columns < width_draft, stride_draft_dim, 1.0)
-        rest = y - tl.maximum(x, 0.0)
-        key = race_key(rest, start // 4 + tl.arange(0, BLOCK // 4), row, seed, offset, False, BLOCK)
-        better = (rest > 0) & (key > best)
-        best, best_at = tl.where(better, key, best), tl.where(better, columns, best_at)
-        likelier = y > spare
-        spare, spare_at = tl.where(likelier, y, spare), tl.where(likelier, columns, spare_at)
-    token = winner(best, best_at, 0)
-    # Rounding can leave nothing of the difference; the target's likeliest token is then as good as any.
-    token = tl.where(token < 0, winner(spare, spare_at, 0), token)
-    out_row = out_ptr + row * (num_draft + 1)
-    tl.store(
-        out_row + n, tl.where(n < emitted, ids, tl.where(n == emitted, token, -1)).to(tl.int32), mask=n <= num_draft
-    )
-    tl.store(accepted_ptr + row, tl.load(accepted_ptr + row) + tl.sum(accepted.to(tl.int32), 0))
-    tl.store(emitted_ptr + row, tl.load(emitted_ptr + row) + emitted)

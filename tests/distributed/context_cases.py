@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from evenshare.distributed import RoundRobin, deal_pages, plan_context_attention
+from evenshare.distributed import RoundRobin, deal_pages, plan_context_attention, share_heads
 from evenshare.distributed.placement import Placement
 from evenshare.distributed.ranks import Ranks
 from tests.attention.helpers import Batch, int32, low_precision, oracle, random_batch
@@ -211,6 +212,33 @@ def check_fp8(place: Place) -> None:
     assert_close(out, lse, scaled, torch.bfloat16, slice(None), slice(None))
 
 
+def check_mesh(place: Place) -> None:
+    """Heads over one dimension of a device mesh, keys over the other."""
+    mesh = init_device_mesh(place.device.type, (place.size // 2, 2), mesh_dim_names=("heads", "keys"))
+    part = Place(mesh["keys"].get_local_rank(), 2, place.device)
+    dtype = place.dtypes[0]
+    torch.manual_seed(0)
+    batch = random_batch(*APPEND, (8, 4), 32)
+    share = share_heads(8, 4, mesh["heads"].get_local_rank(), place.size // 2)
+    heads = slice(share.qo.start, share.qo.stop)
+    own = replace(batch, k=batch.k[:, share.kv.start : share.kv.stop], v=batch.v[:, share.kv.start : share.kv.stop])
+    k, v, table = to_local_pages(own, RoundRobin(PAGE, 2), part, dtype, "NHD")
+    plan = plan_context_attention(
+        placement=RoundRobin(PAGE, 2),
+        block_table=table.cpu(),
+        kv_lens=int32(batch.kv_lens),
+        qo_indptr=int32(batch.qo_indptr),
+        num_qo_heads=len(share.qo),
+        num_kv_heads=len(share.kv),
+        head_dim=32,
+        dtype=dtype,
+        group=mesh["keys"],
+        device=place.device,
+    )
+    out, lse = plan.run(batch.q[:, heads].to(place.device, dtype), k, v, return_lse=True)
+    assert_close(out, lse, batch, dtype, heads, slice(None))
+
+
 def check_two_steps(place: Place) -> None:
     """Results so large that shares are exchanged and gathered."""
     from evenshare.distributed import states
@@ -240,6 +268,7 @@ CASES: dict[str, Case] = {
     "requests grow, append": partial(check, grown=3, lengths=APPEND),
     "requests grow, window": partial(check, grown=3, lengths=APPEND, window_left=5),
     "fp8 keys": check_fp8,
+    "heads and keys on a mesh": check_mesh,
     "exchange, then gather": check_two_steps,
     "no tokens": partial(check, lengths=([0, 0], [5, 0])),
     "no requests": partial(check, lengths=([], [])),

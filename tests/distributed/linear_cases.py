@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,4 +213,17 @@ def check_transformers(place: Place) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-PAIR_CASES: dict[str, Case] = {"a transformers model": check_transformers}  # as many ranks as it has KV heads
+def check_guide(place: Place) -> None:
+    """The code of docs/distributed.md, which says that it runs on several ranks as it does on one."""
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    code = re.sub(r"^dist\.(init|destroy)_process_group\(.*\n", "", "\n".join(blocks), flags=re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(compile(code, "distributed.md", "exec"), names)
+    assert names["num_ranks"] == place.size
+    assert names["whole"].shape == (3200, 8, 64)
+    assert names["y"].shape == (3200, 512)
+
+
+# On as many ranks as the model has KV heads.
+PAIR_CASES: dict[str, Case] = {"a transformers model": check_transformers, "the guide's code": check_guide}

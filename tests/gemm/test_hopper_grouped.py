@@ -105,16 +105,25 @@ def test_every_deal(
 
 
 @pytest.mark.parametrize("cut_steps", [0, 1 << 20])
-@pytest.mark.parametrize("num_sms", [4, 40])
+@pytest.mark.parametrize("num_sms", [3, 40])
 def test_shares(monkeypatch: pytest.MonkeyPatch, num_sms: int, cut_steps: int) -> None:
     """More workers than tiles and fewer; cut always or never. The same bits on the workspace of the run before."""
     use(monkeypatch, NARROW._replace(cut_steps=cut_steps), min_steps=2)
     x, w = operands(270, 3, 392, 136)
     offsets = offsets_of([140, 0, 130])
     check(x, w, offsets, num_sms=num_sms)
+    partials = stream_workspace(0, 0, x.device).partials.fill_(torch.nan)
     first = product(x, w, offsets, num_sms=num_sms)
+    assert partials.isnan().all() == (cut_steps > 0)
     product(x.flip(0).contiguous(), w, offsets_of([3, 240, 27]), num_sms=num_sms)
     assert torch.equal(product(x, w, offsets, num_sms=num_sms), first)
+
+
+def test_workers_without_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 tiles of 3 steps, 2 a share, are 12 shares."""
+    use(monkeypatch, NARROW, min_steps=2)
+    x, w = operands(1024, 2, 192, 40)
+    check(x, w, offsets_of([512, 512]), num_sms=16)
 
 
 @pytest.mark.parametrize("by_tma", [True, False])

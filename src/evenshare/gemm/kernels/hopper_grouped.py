@@ -33,13 +33,6 @@ ROWS = gl.constexpr(64)  # of a consumer
 
 
 @gluon.jit
-def _share(worker, tail, num_workers):
-    """The tail's iterations of a worker: none from num_workers on."""
-    begin = share_begin(gl.minimum(worker, num_workers), tail, num_workers)
-    return begin, share_begin(gl.minimum(worker + 1, num_workers), tail, num_workers)
-
-
-@gluon.jit
 def _produce(a, b, table_ptr, n, worker, num_workers, tiles_m, tiles_n, iters_per_tile, num_whole, tail, a_bufs, b_bufs, full, empty,
              GATED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """One warp. Of a gated product a tile takes half its columns from each half of a group's."""
@@ -48,7 +41,8 @@ def _produce(a, b, table_ptr, n, worker, num_workers, tiles_m, tiles_n, iters_pe
     stage = 0
     phase = 1
     tile = worker
-    position, share_end = _share(worker, tail, num_workers)
+    position = share_begin(worker, tail, num_workers)
+    share_end = gl.minimum(share_begin(worker + 1, tail, num_workers), tail)  # there are more workers than shares
     while (tile < num_whole) | (position < share_end):
         current, begin, end, _s, tile, position = next_segment(
             tile, position, share_end, iters_per_tile, num_whole, num_workers
@@ -86,13 +80,18 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, table_ptr, partials_p
     stage = 0
     phase = 0
     tile = worker
-    own_begin, share_end = _share(worker, tail, num_workers)
+    own_begin = share_begin(worker, tail, num_workers)  # with it, `partial_slot` of this worker needs no division
     position = own_begin
+    share_end = gl.minimum(share_begin(worker + 1, tail, num_workers), tail)
     while (tile < num_whole) | (position < share_end):
         current, begin, end, split_tile, tile, position = next_segment(
             tile, position, share_end, iters_per_tile, num_whole, num_workers
         )
         tile_m, tile_n = coordinates(current, tiles_m, tiles_n)
+        # Needed after the sum; they arrive meanwhile.
+        group = gl.load(table_ptr + tile_m * 4)
+        row = gl.load(table_ptr + tile_m * 4 + 1) + number * ROWS
+        row_end = gl.load(table_ptr + tile_m * 4 + 2)
         acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
         for step in range(begin, end):
             mbarrier.wait(full.index(stage), phase)
@@ -124,11 +123,9 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, table_ptr, partials_p
             else:
                 parts = parts_of_64(acc)
                 ups = parts
-            row = gl.load(table_ptr + tile_m * 4 + 1) + number * ROWS
-            row_end = gl.load(table_ptr + tile_m * 4 + 2)
             bias = bias_ptr
             if bias_ptr is not None:
-                bias = bias_ptr + gl.load(table_ptr + tile_m * 4).to(gl.int64) * (2 * n if GATED else n)
+                bias = bias_ptr + group.to(gl.int64) * (2 * n if GATED else n)
             if out is not None:
                 if row + ROWS <= row_end:
                     store_columns(out, None, None, 0, None, 0, bias, None, out_bufs.index(number), parts, ups, 1.0, 1.0, row, tile_n * COLUMNS,

@@ -65,6 +65,12 @@ def _product(
     return a.new_empty(*rows, n, dtype=out_dtype or a.dtype)
 
 
+def _scaled(
+    a: torch.Tensor, b: torch.Tensor, *_: Any, out_dtype: torch.dtype | None = None, **options: Any
+) -> torch.Tensor:
+    return _product(a, b, out_dtype=out_dtype or torch.bfloat16, **options)
+
+
 def _halved(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
@@ -141,6 +147,13 @@ OPERATORS: dict[str, tuple[Callable[..., Any], str, str, Fake]] = {
         f"Tensor? scatter=None, {BACKEND}",
         "Tensor",
         _product,
+    ),
+    "scaled_matmul": (
+        gemm.scaled_matmul,
+        "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, *, Tensor? bias=None, str? activation=None, Tensor? residual=None, "
+        f"ScalarType? out_dtype=None, {BACKEND}",
+        "Tensor",
+        _scaled,
     ),
     "rms_norm": (
         ops.rms_norm,

@@ -26,7 +26,7 @@ def scaled_matmul(
     activation: str | None = None,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """y = activation((scale_a a) (scale_b b) + bias) + residual for fp8 a and b, dealt in even shares (Stream-K, arXiv 2301.03598).
@@ -38,7 +38,7 @@ def scaled_matmul(
     scale_b: likewise: of one element, [1, n], a scale for each column, or [ceil(k / 128), ceil(n / 128)], one for each block of
         128 x 128 (scales of a weight's blocks are passed as `weight_scale.T`). Any scale_a goes with any scale_b.
     bias, activation, residual, out: as for `matmul`; out is of out_dtype.
-    out_dtype: float32, float16 or bfloat16.
+    out_dtype: float32, float16 or bfloat16; None: bfloat16.
     backend: None (by device), "cpu" or "triton".
 
     Returns [..., n_out] of out_dtype. Sums are float32: Hopper's tensor cores, which keep fewer bits of a sum of fp8 products, hand
@@ -55,17 +55,18 @@ def scaled_matmul(
     torch.Size([3, 64])
     """
     _check_operands(a, b)
-    if out_dtype not in DTYPES:
+    dtype = torch.bfloat16 if out_dtype is None else out_dtype
+    if dtype not in DTYPES:
         raise TypeError(f"out_dtype: got {out_dtype}, want float32, float16 or bfloat16")
-    n_out = check_epilogue(a, "a", b.shape[1], bias, activation, residual, out, out_dtype)
+    n_out = check_epilogue(a, "a", b.shape[1], bias, activation, residual, out, dtype)
     scales = make_scales(a, b, scale_a, scale_b)
     target = select_target(a.device, backend)
     shape = (*a.shape[:-1], n_out)
     rows = a.reshape(math.prod(shape[:-1]), b.shape[0])
-    y = out if out is not None and out.ndim == 2 else a.new_empty(rows.shape[0], n_out, dtype=out_dtype)
+    y = out if out is not None and out.ndim == 2 else a.new_empty(rows.shape[0], n_out, dtype=dtype)
     epilogue = Epilogue(bias, activation, None if residual is None else residual.reshape(y.shape))
     if target.backend == "cpu":
-        y.copy_(reference.scaled_matmul(rows, b, scales.a, scales.b, epilogue._replace(alpha=scales.factor), out_dtype))
+        y.copy_(reference.scaled_matmul(rows, b, scales.a, scales.b, epilogue._replace(alpha=scales.factor), dtype))
     elif y.numel():
         from evenshare.gemm import launch
 

@@ -170,6 +170,8 @@ CASES: dict[str, Case] = {
     "row-parallel, uneven groups": partial(check_row_parallel, kind="zeros", unit=32, k=224),
     "row-parallel, uneven": partial(check_row_parallel, k=101),
     "row-parallel, into tokens": partial(check_row_parallel, kind="zeros", reduce="tokens", m=8),
+    "row-parallel, no rows": partial(check_row_parallel, kind="zeros", m=0),
+    "row-parallel, into tokens, no rows": partial(check_row_parallel, reduce="tokens", m=0),
     "row-parallel, in chunks": partial(check_row_parallel, kind="zeros", num_chunks=4),
     "row-parallel, more chunks than rows": partial(check_row_parallel, num_chunks=4, m=1),
     **{f"column-parallel, {kind}": partial(check_column_parallel, kind=kind) for kind in KINDS},

@@ -43,6 +43,10 @@ def run_append(k_strides: tuple[int, ...]) -> Any:
     return plan.run(torch.zeros(3, 4, 16), cache, torch.zeros(6, 4, 2, 16))
 
 
+def row_parallel(x: torch.Tensor, residual: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    return distributed.RowParallelLinear(nn.Linear(4, 6), **options)(x, residual)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -76,6 +80,11 @@ def run_append(k_strides: tuple[int, ...]) -> Any:
             "reduce: got 'sum', want one of all, tokens",
         ),
         (lambda: distributed.RowParallelLinear(nn.Linear(4, 6), num_chunks=0), "num_chunks: got 0"),
+        (lambda: row_parallel(torch.zeros(3, 4), torch.zeros(2, 6)), r"residual: got shape \(2, 6\), want \(3, 6\)"),
+        (
+            lambda: row_parallel(torch.zeros(1, 3, 4), reduce="tokens"),
+            r"x: got shape \(1, 3, 4\), want \[m, k\] with m a multiple",
+        ),
         (lambda: distributed.parallelize(nn.Sequential(nn.Linear(4, 6)), {"0": "row"}), r"plan\['0'\]: got 'row'"),
         (
             lambda: distributed.parallelize(nn.Sequential(nn.Linear(4, 6)), {"1": "rowwise"}),

@@ -26,6 +26,12 @@ REDUCTIONS = ("all", "tokens")
 class ColumnParallelLinear(nn.Module):
     """activation(x W'ᵀ + b'), W' this rank's rows of W: every rank has all of x and gets a share of the outputs.
 
+    linear: the whole layer, or one whose weight is a DTensor with Shard(0), whose local part is taken as it is.
+    parts: how many fused layers of one size W is, each of which is split: 2 for [gate | up].
+    unit: outputs that stay together: a head's, or a group of the row-parallel layer behind.
+    outputs: the rows of W, instead of an even share: of fused q, k and v, say (`HeadShare.rows`).
+    activation: as in `w4a16_matmul`. gather_output: every rank gets all outputs; with one part and no activation.
+
     forward: x [..., k] -> [..., n'] (n' / 2 if the activation is gated), or [..., n] with gather_output.
     """
 
@@ -40,12 +46,6 @@ class ColumnParallelLinear(nn.Module):
         gather_output: bool = False,
         group: Group = None,
     ) -> None:
-        """linear: the whole layer, or one whose weight is a DTensor with Shard(0), whose local part is taken as it is.
-        parts: how many fused layers of one size W is, each of which is split: 2 for [gate | up].
-        unit: outputs that stay together: a head's, or a group of the row-parallel layer behind.
-        outputs: the rows of W, instead of an even share: of fused q, k and v, say (`HeadShare.rows`).
-        activation: as in `w4a16_matmul`. gather_output: every rank gets all outputs; with one part and no activation.
-        """
         super().__init__()
         self.ranks = ranks = find_ranks(group)
         n, _ = _shape(linear)
@@ -78,8 +78,14 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """y = sum over ranks of x' W'ᵀ, + b + residual, W' this rank's columns of W: a rank has a share of x and adds to all outputs.
 
-    forward: x [..., k'], residual [..., n] or None -> [..., n] on every rank; with reduce="tokens" x [m, k'] -> the rank's even
-    share of the rows, [m / num_ranks, n], and residual is such a share too.
+    linear: the whole layer, or one whose weight is a DTensor with Shard(1).
+    unit: inputs that stay together, as of the layer before; a multiple of a quantised weight's group size keeps groups whole.
+    inputs: the columns of W, instead of an even share: those of a rank's heads, say (`HeadShare.rows`).
+    reduce: "all", every rank gets the sum; "tokens", an even share of its rows.
+    num_chunks: the rows of x go in so many chunks, one being reduced while the next is computed; for prefill.
+
+    forward: x [..., k'], residual [..., n] or None -> [..., n] on every rank; with reduce="tokens" x [m, k'] ->
+    [m / num_ranks, n], and residual is such a share too.
 
     Rank 0 adds bias and residual in the epilogue of its product, in float32, so once; a share's residual is added behind the sum.
     """
@@ -94,11 +100,6 @@ class RowParallelLinear(nn.Module):
         num_chunks: int = 1,
         group: Group = None,
     ) -> None:
-        """linear: the whole layer, or one whose weight is a DTensor with Shard(1).
-        unit: inputs that stay together, as of the layer before; a multiple of a quantised weight's group size keeps groups whole.
-        inputs: the columns of W, instead of an even share: those of a rank's heads, say (`HeadShare.rows`).
-        num_chunks: the rows of x go in so many chunks, one being reduced while the next is computed; for prefill.
-        """
         super().__init__()
         if reduce not in REDUCTIONS:
             raise ValueError(f"reduce: got {reduce!r}, want one of {', '.join(REDUCTIONS)}")
@@ -111,8 +112,17 @@ class RowParallelLinear(nn.Module):
         self.local = _replace(linear, 1, [share], None if bias is None else _whole(bias))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        if self.reduce == "tokens":
-            return self._scatter(x, residual)
+        n, shared = _shape(self.local)[0], self.reduce == "tokens"
+        if shared and (x.dim() != 2 or x.shape[0] % self.ranks.size):
+            want = f"[m, k] with m a multiple of the {self.ranks.size} ranks"
+            raise ValueError(f"x: got shape {tuple(x.shape)}, want {want}")
+        # On every rank, also those that leave the residual to another: one that raised alone would let the others wait.
+        shape = (x.shape[0] // self.ranks.size, n) if shared else (*x.shape[:-1], n)
+        if residual is not None and residual.shape != shape:
+            raise ValueError(f"residual: got shape {tuple(residual.shape)}, want {shape}")
+        return self._scatter(x, residual) if shared else self._sum(x, residual)
+
+    def _sum(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         rows = x.flatten(0, -2)
         y = rows.new_empty(rows.shape[0], _shape(self.local)[0])
         first = residual if self.ranks.rank == 0 else None
@@ -127,10 +137,6 @@ class RowParallelLinear(nn.Module):
         return y.unflatten(0, x.shape[:-1])
 
     def _scatter(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        if x.dim() != 2 or x.shape[0] % self.ranks.size:
-            raise ValueError(
-                f"x: got shape {tuple(x.shape)}, want [m, k] with m a multiple of the {self.ranks.size} ranks"
-            )
         y = _product(self.local, x, self.local.bias, None)
         out = y.new_empty(y.shape[0] // self.ranks.size, y.shape[1])
         with self.ranks.talking("sum of a row-parallel layer"):

@@ -112,7 +112,8 @@ def deal_pages(
 
     kv_lens: integers [B] on the host, keys of each request, those to come included where they are known. policy: "level_fill" (most
     requests whole, the others cut to level), "stream_k" (one even cut through all of them) or "data_parallel" (none cut).
-    cut_cost: pages that a rank could read in the time in which states are sent and merged; a request is cut for more than that.
+    cut_cost: what a cut costs besides, in pages: another rank begins and ends with the request. All requests' states travel in one
+    message in any case.
 
     Raises ValueError naming the argument, what was got and what is wanted.
     """

@@ -106,22 +106,20 @@ class RingPlan:
         own, *others = self._steps
         if not others:
             return own.run(q, k, v, return_lse=True)
-        coming, works = self._pass_on([x.contiguous() if self._shared is None else x[self._shared] for x in (k, v)], 0)
+        held = [x.contiguous() if self._shared is None else x[self._shared] for x in (k, v)]
+        coming, works = self._pass_on(held, 0)
         o, lse = own.run(q, k, v, return_lse=True)
         o = o.float()
         for step, plan in enumerate(others, 1):
-            self._wait(works)
-            held = coming
+            with self.ranks.talking(ABOUT):
+                for work in works:
+                    work.wait()
+            held = coming  # not before: what is sent must live until then
             if step < len(others):
                 coming, works = self._pass_on(held, step)
             o_step, lse_step = plan.run(q, *held, return_lse=True)
             merge_state(o, lse, o_step.float(), lse_step, out=o, lse_out=lse)
         return o.to(own.problem.dtype), lse
-
-    def _wait(self, works: list[dist.Work]) -> None:
-        with self.ranks.talking(ABOUT):
-            for work in works:
-                work.wait()
 
     def _pass_on(self, held: list[torch.Tensor], step: int) -> tuple[list[torch.Tensor], list[dist.Work]]:
         """Begin to send what is held to the next rank and to receive what the one before holds: (what comes, what to wait for)."""

@@ -114,8 +114,25 @@ def test_errors_name_the_argument(call: Any, error: type[Exception], text: str) 
         call()
 
 
-def test_mm_bf16() -> None:
+def test_bf16_products() -> None:
     a, b, bias = torch.randn(3, 8).bfloat16(), torch.randn(5, 8).bfloat16().T, torch.randn(5).bfloat16()
     torch.testing.assert_close(flashinfer.mm_bf16(a, b, bias), torch.addmm(bias, a, b))
-    with pytest.raises(ValueError, match="out_dtype: got torch"):
-        flashinfer.mm_bf16(a, b, out_dtype=torch.float16)
+    assert flashinfer.mm_bf16(a, b, out_dtype=torch.float32).dtype == torch.float32
+    A, B = torch.randn(2, 3, 8).bfloat16(), torch.randn(2, 5, 8).bfloat16().mT
+    torch.testing.assert_close(flashinfer.bmm_bf16(A, B), A @ B)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_bmm_fp8(dtype: torch.dtype) -> None:
+    A = torch.randn(3, 4, 32).to(torch.float8_e4m3fn)
+    B = torch.randn(3, 6, 32).to(torch.float8_e5m2).mT
+    scales = torch.tensor(0.5), torch.tensor(0.25)
+    want = A.double() @ B.double() * 0.125
+    out = torch.full((4, 6, 3), float("nan"), dtype=dtype).permute(2, 0, 1)
+    assert flashinfer.bmm_fp8(A, B, *scales, dtype, out) is out
+    torch.testing.assert_close(out.double(), want, rtol=2**-7, atol=1e-2)
+    assert torch.equal(flashinfer.bmm_fp8(A, B, *scales, dtype), out)
+    with pytest.raises(ValueError, match=r"B: got shape \(3, 32, 6\), want \[2, 32, n\]"):
+        flashinfer.bmm_fp8(A[:2], B, *scales, dtype)
+    with pytest.raises(TypeError, match="out: got dtype torch"):
+        flashinfer.bmm_fp8(A, B, *scales, dtype, out.float())

@@ -38,7 +38,7 @@ _NAMES = {
         "SfLayout",
     ),
     "fused_moe": (),
-    "gemm": ("SegmentGEMMWrapper", "bmm_fp8", "mm_bf16", "mm_fp4"),
+    "gemm": ("SegmentGEMMWrapper", "bmm_bf16", "bmm_fp8", "mm_bf16", "mm_fp4"),
     "jit": (),
     "mla": ("BatchMLAPagedAttentionWrapper",),
     "norm": (

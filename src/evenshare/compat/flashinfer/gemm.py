@@ -7,7 +7,7 @@ import torch
 from evenshare.compat.flashinfer._arguments import engine_backend
 from evenshare.compat.flashinfer._missing import missing
 from evenshare.device.checks import check_is_tensor
-from evenshare.gemm import grouped_matmul, matmul
+from evenshare.gemm import grouped_matmul, matmul, scaled_matmul
 from evenshare.ops.rope import token_requests
 from evenshare.ops.rows import check_like
 
@@ -125,16 +125,51 @@ def mm_bf16(
     backend: str = "auto",
 ) -> torch.Tensor:
     """a [m, k] b [k, n] + bias, bfloat16, any strides (a Linear's weight is passed as `weight.T`)."""
-    if out_dtype != torch.bfloat16:
-        raise ValueError(f"out_dtype: got {out_dtype}, want torch.bfloat16")
-    return matmul(a, b, bias=bias, out=out, backend=engine_backend(backend))
+    return matmul(a, b, bias=bias, out=out, out_dtype=out_dtype, backend=engine_backend(backend))
+
+
+def bmm_bf16(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """A [batch, m, k] B [batch, k, n], bfloat16, any strides; one launch."""
+    return matmul(A, B, out=out, out_dtype=out_dtype, backend=engine_backend(backend))
+
+
+def bmm_fp8(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """(A_scale A [batch, m, k]) (B_scale B [batch, k, n]) of `dtype`, for fp8 A and B, any strides; a launch for each of the batch.
+
+    A_scale, B_scale: float32 of one element. out: [batch, m, n] of `dtype`.
+    """
+    check_is_tensor(A=A, B=B)
+    if A.dim() != 3:
+        raise ValueError(f"A: got shape {tuple(A.shape)}, want [batch, m, k]")
+    if B.dim() != 3 or B.shape[:2] != (A.shape[0], A.shape[2]):
+        raise ValueError(f"B: got shape {tuple(B.shape)}, want [{A.shape[0]}, {A.shape[2]}, n]")
+    shape = (*A.shape[:2], B.shape[2])
+    if out is None:
+        out = A.new_empty(shape, dtype=dtype)
+    else:
+        check_like("out", out, "A", A, shape, (dtype,))
+    for a, b, y in zip(A, B, out, strict=True):
+        scaled_matmul(a, b, A_scale, B_scale, out=y, out_dtype=dtype, backend=engine_backend(backend))
+    return out
 
 
 NAMES = (
-    "bmm_fp8",
     "mm_fp4",
     "mm_fp8",
-    "bmm_bf16",
     "gemm_fp8_nt_groupwise",
     "group_gemm_fp8_nt_groupwise",
     "grouped_mm_bf16",

@@ -15,11 +15,14 @@ BY_SIZE: dict[int, dict[str, Case]] = {2: {**CASES, **linear_cases.PAIR_CASES}, 
 GPU_CASES: dict[str, Case] = {**CASES, **context_cases.GPU_CASES}
 
 
+ONE_GPU_CASES: dict[str, Case] = {name: case for name, case in GPU_CASES.items() if "mesh" not in name}
+
+
 @cache
 def results(size: int, device_type: str) -> dict[str, str]:
     """Ranks are started once for each number of them, and run all cases."""
     if device_type == "cuda":
-        return run_cases(GPU_CASES, size, device_type)
+        return run_cases(ONE_GPU_CASES if size == 1 else GPU_CASES, size, device_type)
     return run_cases({name: case for name, case in BY_SIZE[size].items() if not on_gpu_only(name)}, size, device_type)
 
 
@@ -46,6 +49,16 @@ def test_four_ranks_on_gloo(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(1800)  # the first one runs them all, and kernels are compiled
+@pytest.mark.parametrize("name", ONE_GPU_CASES)
+def test_on_one_gpu(name: str) -> None:
+    """Nothing is sent, but local attention writes into states in place, and plans never sync."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    assert not (failure := results(1, "cuda")[name]), failure
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_on_nccl(name: str) -> None:
     size = 2 if torch.cuda.device_count() < 4 else 4

@@ -14,6 +14,7 @@ import triton
 import evenshare
 from evenshare.attention import tiles
 from evenshare.attention.problem import Problem
+from evenshare.gemm import hopper, hopper_scaled, hopper_skinny
 from evenshare.gemm.plan import choose_tile
 from evenshare.quant import plan as quant_plan
 from tests.aot import specs
@@ -21,7 +22,16 @@ from tests.aot import specs
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Called by kernels of other files, never launched.
 DEVICE_FUNCTIONS = {"request_bounds", "store_segment", "clear_segments", "dequantize", "accumulate"}
-DEVICE_FUNCTIONS |= {"tile_coordinates", "coordinates", "next_stage", "stage_before", "parts_of_64", "store_columns", "arrive", "merge"}
+DEVICE_FUNCTIONS |= {
+    "tile_coordinates",
+    "coordinates",
+    "next_stage",
+    "stage_before",
+    "parts_of_64",
+    "store_columns",
+    "arrive",
+    "merge",
+}
 DEVICE_FUNCTIONS |= {"join", "merge_tile", "with_sink", "store_rows"}
 DEVICE_FUNCTIONS |= {"integers", "looked_up", "as_pair", "as_operand", "parts_of", "zeros_of"}
 BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
@@ -81,6 +91,22 @@ def test_gemm_tiles_are_covered() -> None:
                 blocks = (tile.block_m, tile.block_n, tile.block_k)
                 wanted.add((itemsize == 4, *blocks, tile.num_warps, tile.num_stages))
     assert wanted <= constants_of("gemm")
+    fp8 = {choose_tile(m, 4096, 1, 132, aligned) for m in (1, 64, 4096) for aligned in (True, False)}
+    known = {(*(spec.constants[b] for b in BLOCKS), spec.num_warps, spec.constants["NUM_STAGES"])
+             for spec in specs.all_specs() if spec.name.startswith("fp8 gemm")}  # fmt: skip
+    assert {(t.block_m, t.block_n, t.block_k, t.num_warps, t.num_stages) for t in fp8} <= known
+
+
+def test_hopper_gemm_tiles_are_covered() -> None:
+    compiled = [spec for spec in specs.all_specs() if spec.name.startswith("hopper")]
+    dense = {(c["BLOCK_M"], c["BLOCK_N"], c["CONSUMERS"], c["STAGES"])
+             for spec in compiled if "CONSUMERS" in (c := spec.constants)}  # fmt: skip
+    for tile in (*hopper.TILES, *hopper_scaled.TILES):
+        assert (tile.block_m, tile.block_n, tile.consumers, tile.num_stages) in dense
+    skinny = {(c["BLOCK_M"], c["STRIPS"], c["STAGES"])
+              for spec in compiled if spec.name.startswith("hopper skinny") for c in [spec.constants]}  # fmt: skip
+    for tile in (hopper_skinny.SkinnyTile(rows, strips) for rows in hopper_skinny.BLOCK_M for strips in (1, 2)):
+        assert (tile.block_m, tile.strips, tile.num_stages) in skinny
 
 
 def test_w4a16_tiles_are_covered() -> None:

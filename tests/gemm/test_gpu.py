@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from evenshare.gemm import matmul
+from evenshare.gemm import matmul, reference, scaled_matmul
+from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.plan import plan_matmul
+from evenshare.gemm.scales import make_scales
 from tests.gemm.helpers import assert_product
 
 pytestmark = pytest.mark.gpu
@@ -137,8 +141,8 @@ def test_offsets_past_31_bits(cuda: torch.device) -> None:
     assert_product(matmul(small, b, out=out), small, b)
 
 
-def test_tf32_rounds_operands_and_nothing_else() -> None:
-    a, b = torch.randn(300, 700, device="cuda"), torch.randn(700, 200, device="cuda")
+def test_tf32_rounds_operands_and_nothing_else(cuda: torch.device) -> None:
+    a, b = torch.randn(300, 700, device=cuda), torch.randn(700, 200, device=cuda)
     y = matmul(a, b, precision="tf32").double()
     want = a.double() @ b.double()
     error = (y - want).abs().max() / (a.double().abs() @ b.double().abs()).max()
@@ -146,3 +150,75 @@ def test_tf32_rounds_operands_and_nothing_else() -> None:
     assert not torch.equal(y, matmul(a, b).double())
     rounded = [(t.view(torch.int32) & -(1 << 13)).view(torch.float32) for t in (a, b)]
     torch.testing.assert_close(matmul(*rounded, precision="tf32"), matmul(*rounded), rtol=1e-5, atol=1e-4)
+
+
+def fp8_operands(m: int, n: int, k: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """a, b with contiguous k, and scales of blocks."""
+    a, w = (torch.randn(rows, k, device=device).to(torch.float8_e4m3fn) for rows in (m, n))
+    blocks = -(-k // 128)
+    return a, w.T, torch.rand(m, blocks, device=device) + 0.5, torch.rand(blocks, -(-n // 128), device=device) + 0.5
+
+
+def fp8_error(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> float:
+    """In root mean square, relative to the product's."""
+    scales = make_scales(a, b, scale_a, scale_b)
+    want = reference.scaled_matmul(a, b, scales.a, scales.b, Epilogue(), torch.float64, torch.float64)
+    return float((y.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 4096, 4096), (16, 512, 3584), (300, 520, 4096), (128, 128, 16384), (2048, 2048, 2048)]
+)
+@pytest.mark.parametrize("k_major", [True, False])
+def test_fp8_sums_are_those_of_float32(shape: tuple[int, int, int], k_major: bool, cuda: torch.device) -> None:
+    """Whatever kernel runs. In the tensor cores, sums keep some 14 bits, for 128 of k."""
+    a, b, scale_a, scale_b = fp8_operands(*shape, cuda)
+    b = b if k_major else b.contiguous()
+    assert fp8_error(scaled_matmul(a, b, scale_a, scale_b, out_dtype=torch.float32), a, b, scale_a, scale_b) < 1e-3
+    assert fp8_error(scaled_matmul(a, b, scale_a, scale_b), a, b, scale_a, scale_b) < 3e-3
+
+
+@pytest.mark.parametrize("shape", [(1, 4096, 4096), (16, 512, 3584), (64, 1000, 8192), (64, 128, 16384)])
+def test_few_rows_repeat_bit_for_bit(shape: tuple[int, int, int], cuda: torch.device) -> None:
+    a, b = operands(*shape, torch.bfloat16, cuda)
+    b = b.T.contiguous().T
+    want = matmul(a, b, activation="silu")
+    different = torch.zeros((), dtype=torch.int64, device=cuda)
+    for _ in range(2_000):
+        different += (matmul(a, b, activation="silu") != want).sum()
+    assert different.item() == 0
+    assert_product(matmul(a, b), a, b)
+
+
+@pytest.mark.parametrize("kind", ["few rows", "fp8"])
+def test_other_kernels_in_a_replayed_graph_without_a_sync(kind: str, cuda: torch.device) -> None:
+    if kind == "fp8":
+        a, *rest = fp8_operands(128, 256, 8192, cuda)
+        call = partial(scaled_matmul, a, *rest)
+    else:
+        a, b = operands(16, 256, 8192, torch.bfloat16, cuda)
+        call = partial(matmul, a, b.T.contiguous().T)
+    first = call()
+    out = torch.empty_like(first)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call(out=out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(out=out)
+    for _ in range(5):
+        a.copy_(torch.randn(a.shape, device=cuda).to(a.dtype))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, call())
+
+
+def test_few_rows_of_a_weight_past_31_bits(cuda: torch.device) -> None:
+    base = torch.empty(255 * 2**24 + 128, dtype=torch.bfloat16, device=cuda)
+    w = base.as_strided((256, 128), (2**24, 1))
+    w.copy_(torch.randn(256, 128))
+    a = torch.randn(9, 128, device=cuda).bfloat16()
+    assert_product(matmul(a, w.T), a, w.T)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from evenshare.distributed import HeadShare, RoundRobin, deal_pages, even_share, share_heads, take_inputs, take_outputs
 from evenshare.distributed.layout import lay_out
 from evenshare.distributed.placement import Placement
+from evenshare.distributed.ranks import Ranks
+from evenshare.distributed.ring import _plan_steps
 from tests.quant.helpers import random_permutation, random_weight
 
 LENGTHS = st.lists(st.integers(0, 300), min_size=1, max_size=8)
@@ -79,6 +81,15 @@ def test_ranks_of_a_zigzag_layout_finish_level() -> None:
     straight = lay_out(indptr, 4, zigzag=False, row_cost=1 << 30, min_chunk=128)
     uneven = torch.stack([(straight.positions(rank) + 1).sum() for rank in range(4)]).double()
     assert uneven.max() / uneven.mean() > 1.5
+
+
+def test_ring_steps_share_plans() -> None:
+    """Workspaces are some 20 MB, so uneven lengths must not make a plan for each of many steps."""
+    layout = lay_out(torch.tensor([0, 40001, 40003, 73210]), 16, zigzag=True, row_cost=1 << 30, min_chunk=128)
+    for rank in range(16):
+        steps = _plan_steps(layout, Ranks(None, rank, 16), True, lambda **lens: object())  # type: ignore[arg-type, return-value]
+        assert len(steps) == 16
+        assert len(set(map(id, steps))) <= 4
 
 
 @pytest.mark.parametrize(("size", "num_ranks", "unit"), [(10, 4, 1), (512, 3, 128), (2, 4, 1), (0, 2, 8)])

@@ -67,7 +67,9 @@ def lay_out(indptr: torch.Tensor, num_ranks: int, *, zigzag: bool, row_cost: int
     many tokens."""
     lens = indptr[1:] - indptr[:-1]
     num_chunks = 2 * num_ranks if zigzag else num_ranks
-    bounds = lens * torch.arange(num_chunks + 1)[:, None] // num_chunks  # [chunk, B]
+    # Chunks are equal but for the last, so that ring steps are alike and share their plans, if that leaves the last one any tokens.
+    chunk, step = torch.arange(num_chunks + 1)[:, None], -(-lens // num_chunks)
+    bounds = torch.where((num_chunks - 1) * step < lens, (chunk * step).minimum(lens), chunk * lens // num_chunks)
     begin = bounds.new_zeros(num_ranks, len(lens), 2)
     end = torch.zeros_like(begin)
     begin[:, :, 0], end[:, :, 0] = bounds[:num_ranks], bounds[1 : num_ranks + 1]

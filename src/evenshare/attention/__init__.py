@@ -14,11 +14,16 @@ __getattr__, __all__ = attach(
     __name__,
     {
         "AttentionPlan": "plan",
+        "CascadeLevel": "cascade",
+        "CascadePlan": "cascade",
         "attention": "functions",
+        "cascade_attention": "cascade",
+        "detect_shared_prefixes": "prefixes",
         "merge_state": "merge",
         "merge_states": "merge",
         "paged_attention": "functions",
         "plan_attention": "plan",
+        "plan_cascade": "cascade",
     },
 )
 

@@ -102,6 +102,17 @@ def loop(routing: Routing, product: Callable[[torch.Tensor, int], torch.Tensor],
     return out
 
 
+def warm_up(bench: harness.Bench, layer: Layer) -> None:
+    """Compile what the layer's cases take."""
+    weights, dense = make_weights(layer, bench.device)
+    cases = [case for case in CASES if case.layer == layer and bench.wants(case.title)]
+    calls: list[harness.Call] = []
+    for routing in [make_routing(case, bench.device) for case in cases]:
+        calls.append(partial(grouped_w4a16_matmul, routing.x, weights, routing.offsets))
+        calls.append(partial(grouped_matmul, routing.x, dense.mT, routing.offsets))
+    bench.warm_up(calls)
+
+
 def measure(bench: harness.Bench, case: Case) -> Row:
     layer = case.layer
     weights, dense = make_weights(layer, bench.device)
@@ -152,7 +163,12 @@ def summarise(rows: list[Row], what: str) -> list[Row]:
 def fill(bench: harness.Bench) -> None:
     rows: dict[Case, Row] = {}
 
+    warm: set[Layer] = set()
+
     def keep(bench: harness.Bench, case: Case) -> None:
+        if case.layer not in warm:
+            warm_up(bench, case.layer)
+            warm.add(case.layer)
         rows[case] = measure(bench, case)
 
     bench.measure_all(CASES, keep)

@@ -64,6 +64,17 @@ def test_fill_summarises_few_and_many_tokens(bench: harness.Bench, monkeypatch: 
     ]
 
 
+def test_warming_up_calls_both_of_ours_for_each_number_of_tokens(
+    bench: harness.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, int]] = []
+    monkeypatch.setattr(moe, "CASES", [moe.Case(LAYER, m) for m in (1, 3)] + [moe.Case(replace(LAYER, name="b"), 5)])
+    monkeypatch.setattr(moe, "grouped_w4a16_matmul", lambda x, *_: made.append(("4 bits", x.shape[0])))
+    monkeypatch.setattr(moe, "grouped_matmul", lambda x, *_: made.append(("bf16", x.shape[0])))
+    moe.warm_up(bench, LAYER)
+    assert sorted(made) == [(what, rows) for what in ("4 bits", "bf16") for rows in (2, 6)]
+
+
 def test_the_best_peer_is_none_of_ours() -> None:
     row = Row("a", "us", "lower", 20.0, peers={moe.BF16: 10.0, "torch-grouped": 40.0, "torch-loop": 50.0})
     assert [found.ours for found in moe.summarise([row], "all")] == [2.0, 4.0]

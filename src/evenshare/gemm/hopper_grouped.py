@@ -76,7 +76,8 @@ def matmul(
 ) -> None:
     """As `launch.grouped_matmul` without gather and scatter, for what `refusal` does not refuse."""
     (num_here, _, n_in), (m, k), n, num_groups = w.shape, x.shape, out.shape[1], offsets.shape[0] - 1
-    tile = choose_tile(m, num_groups, n_in, target.num_sms, costs_of(target.device))
+    m_here = -(-m * num_here // num_groups)  # as far as the host knows
+    tile = choose_tile(m_here, num_here, n_in, target.num_sms, costs_of(target.device))
     most = m // BLOCK_M + min(num_here, m)
     table = offsets.new_empty(most, 4)
     with torch.cuda.device_of(x):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from evenshare.ops import (
     sample_from_logits,
     sample_from_probs,
     sampling_launch,
+    sampling_reference,
     softmax,
     speculative_sample,
 )
@@ -42,10 +44,13 @@ def distinct_rows(rows: int, width: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows of a few hundred tokens become many parts and groups, as long ones are."""
     for name, value in (("GROUP", 8), ("PART", 64), ("BLOCK", 32)):
         monkeypatch.setattr(sampling_launch, name, value)
+    sampling_launch.make_cuts.cache_clear()
+    yield
+    sampling_launch.make_cuts.cache_clear()
 
 
 FILTERS: list[dict[str, Any]] = [
@@ -141,6 +146,24 @@ def test_seed_offset_and_generator(place: Place) -> None:
     first, second = (torch.Generator(device).manual_seed(7) for _ in range(2))
     assert [draw(generator=first), draw(generator=first)] == [draw(generator=second), draw(generator=second)]
     assert draw(generator=first) != draw()
+
+
+def test_random_numbers_are_philox() -> None:
+    """Random123's known answers for Philox-4x32-7 and a counter and key of zeros."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    words = torch.tensor([0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48], dtype=torch.float64)
+    got = sampling_reference.uniforms((1, 4), zero, zero)[0].double()
+    torch.testing.assert_close(got * 2.0**32, words, rtol=2**-24, atol=1)
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 50}, {"top_p": 0.5}, {"top_k": 40, "top_p": 0.9, "filter_order": "top_k_first"}], ids=str
+)
+def test_a_large_vocabulary(place: Place, filters: dict[str, Any]) -> None:
+    device, backend = place
+    logits = torch.randn(2, 128256) * 3
+    want = sample_from_logits(logits, 1.5, seed=8, **filters)
+    assert torch.equal(sample_from_logits(logits.to(device), 1.5, seed=8, backend=backend, **filters).cpu(), want)
 
 
 def test_rows_that_cannot_be_drawn(place: Place) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -27,34 +27,39 @@ class Cuts:
     """How rows of `width` columns are cut."""
 
     width: int
+    part: int
+    block: int
+    group: int
 
-    @property
-    def block(self) -> int:
-        return min(max(triton.next_power_of_2(self.width), 16), BLOCK)
-
-    @property
+    @cached_property
     def num_parts(self) -> int:
-        return triton.cdiv(self.width, PART)
+        return -(-self.width // self.part)
 
-    @property
-    def group(self) -> int:
-        wide_enough = triton.next_power_of_2(triton.cdiv(self.width, MAX_GROUPS))
-        return min(max(GROUP, wide_enough), self.block // 2)  # the search has blocks half as long
-
-    @property
+    @cached_property
     def num_groups(self) -> int:
-        return triton.cdiv(self.width, self.group)
+        return -(-self.width // self.group)
 
-    def constants(self, *names: str) -> tuple[tuple[str, int], ...]:
-        values = {
-            "PART": PART,
+    def of(self, *names: str) -> tuple[tuple[str, int], ...]:
+        """Constants of a kernel."""
+        return tuple((name, self._constants[name]) for name in names)
+
+    @cached_property
+    def _constants(self) -> dict[str, int]:
+        return {
+            "PART": self.part,
             "PARTS": triton.next_power_of_2(self.num_parts),
             "PIVOTS": PIVOTS,
             "GROUP": self.group,
             "GROUPS": triton.next_power_of_2(self.num_groups),
             "BLOCK": self.block,
         }
-        return tuple((name, values[name]) for name in names)
+
+
+@lru_cache(maxsize=64)
+def make_cuts(width: int) -> Cuts:
+    block = min(max(triton.next_power_of_2(width), 16), BLOCK)
+    wide_enough = triton.next_power_of_2(-(-width // MAX_GROUPS))
+    return Cuts(width, PART, block, min(max(GROUP, wide_enough), block // 2))  # the search has blocks half as long
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ def _survey(
     from_logits: bool,
 ) -> Survey:
     """state: seed and offset of a race, or None."""
-    cuts = Cuts(x.shape[1])
+    cuts = make_cuts(x.shape[1])
     shape = (num_rows, cuts.num_parts)
     race = state is not None
 
@@ -108,7 +113,7 @@ def _survey(
     per_row, number = _split(temperature, 1.0)
     static = (x.shape[0], cuts.width, cuts.num_parts, cuts.num_groups, *x.stride(), float(number))
     flags = (("RACE", race), ("MASS", has_mass), ("PEAKS", has_peaks), ("LOGITS", from_logits))
-    launch = _bind(kernels.survey, 10, x.device, shape, static, (*flags, *cuts.constants("GROUP", "PART", "BLOCK")))
+    launch = _bind(kernels.survey, 10, x.device, shape, static, (*flags, *cuts.of("GROUP", "PART", "BLOCK")))
     seed, offset = state or (None, None)
     launch(
         x, indices, per_row, seed, offset, survey.best, survey.best_at, survey.top, survey.total, survey.peaks
@@ -118,25 +123,25 @@ def _survey(
 
 def softmax(x: torch.Tensor, temperature: Setting, out: torch.Tensor) -> None:
     survey = _survey(x, x.shape[0], None, temperature, None, True, False, True)
-    cuts = Cuts(x.shape[1])
+    cuts = make_cuts(x.shape[1])
     per_row, number = _split(temperature, 1.0)
     static = (cuts.width, cuts.num_parts, *x.stride(), *out.stride(), float(number))
     grid = (x.shape[0], cuts.num_parts)
-    launch = _bind(kernels.softmax, 5, x.device, grid, static, cuts.constants("PARTS", "PART", "BLOCK"))
+    launch = _bind(kernels.softmax, 5, x.device, grid, static, cuts.of("PARTS", "PART", "BLOCK"))
     launch(x, out, per_row, survey.top, survey.total)
 
 
 def keep(x: torch.Tensor, top_k: Setting, top_p: Setting, from_logits: bool, out: torch.Tensor) -> None:
     survey = _survey(x, x.shape[0], None, None, None, not from_logits, True, from_logits)
     assert survey.peaks is not None
-    cuts = Cuts(x.shape[1])
+    cuts = make_cuts(x.shape[1])
     (k_rows, k), (p_rows, p) = _split(top_k, 0), _split(top_p, 0.0)
     groups = torch.empty_like(survey.peaks)
     low = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
     mass = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     static = (cuts.width, cuts.num_parts, cuts.num_groups, *x.stride(), min(int(k), cuts.width), float(p))
     flags = (("HAS_TOP_K", top_k is not None), ("HAS_TOP_P", top_p is not None), ("LOGITS", from_logits))
-    constants = (*flags, *cuts.constants("PARTS", "PIVOTS", "GROUPS", "GROUP", "BLOCK"))
+    constants = (*flags, *cuts.of("PARTS", "PIVOTS", "GROUPS", "GROUP", "BLOCK"))
     find = _bind(kernels.find_kept, 9, x.device, (x.shape[0],), static, constants)
     find(x, k_rows, p_rows, survey.top, survey.total, survey.peaks, groups, low, mass)
     write = _bind(
@@ -145,7 +150,7 @@ def keep(x: torch.Tensor, top_k: Setting, top_p: Setting, from_logits: bool, out
         x.device,
         (x.shape[0], cuts.num_parts),
         (cuts.width, *x.stride(), *out.stride()),
-        (("LOGITS", from_logits), *cuts.constants("PART", "BLOCK")),
+        (("LOGITS", from_logits), *cuts.of("PART", "BLOCK")),
     )
     write(x, out, low, mass)
 
@@ -164,7 +169,7 @@ def sample(
     seed: torch.Tensor,
     offset: torch.Tensor,
 ) -> None:
-    cuts = Cuts(x.shape[1])
+    cuts = make_cuts(x.shape[1])
     filtered = not (top_k is None and top_p is None and min_p is None)
     survey = _survey(
         x, out.shape[0], indices, temperature, (seed, offset), top_p is not None, filtered, from_logits
@@ -181,7 +186,7 @@ def sample(
         ("TOP_K_FIRST", top_k_first and top_k is not None and top_p is not None),
         ("LOGITS", from_logits),
     )
-    constants = (*flags, *cuts.constants("PARTS", "PIVOTS", "GROUPS", "GROUP", "BLOCK"))
+    constants = (*flags, *cuts.of("PARTS", "PIVOTS", "GROUPS", "GROUP", "BLOCK"))
     launch = _bind(kernels.sample, 16, x.device, (out.shape[0],), static, constants)
     settings = (k_rows, p_rows, min_rows, t_rows)
     surveyed = (survey.best, survey.best_at, survey.top, survey.total, survey.peaks, groups)
@@ -199,7 +204,7 @@ def verify_chain(
     offset: torch.Tensor,
 ) -> None:
     rows, num_draft, width = draft.shape
-    cuts = Cuts(width)
+    cuts = make_cuts(width)
     device = draft.device
     end = torch.empty(rows, dtype=torch.int32, device=device)
     values = torch.empty(2, rows, cuts.num_parts, dtype=torch.float32, device=device)
@@ -210,10 +215,10 @@ def verify_chain(
     judge = _bind(speculative.judge_drafts, 9, device, (rows,), (num_draft, width, *strides), block)
     judge(draft, ids, target_probs, out, end, accepted, emitted, seed, offset)
     static = (num_draft, width, cuts.num_parts, *draft.stride(), *target_probs.stride())
-    constants = cuts.constants("PART", "BLOCK")
+    constants = cuts.of("PART", "BLOCK")
     survey = _bind(speculative.survey_rest, 9, device, (rows, cuts.num_parts), static, constants)
     survey(draft, target_probs, end, *parts, seed, offset)
     place = _bind(
-        speculative.place_token, 6, device, (rows,), (num_draft, cuts.num_parts), cuts.constants("PARTS")
+        speculative.place_token, 6, device, (rows,), (num_draft, cuts.num_parts), cuts.of("PARTS")
     )  # fmt: skip
     place(out, end, *parts)

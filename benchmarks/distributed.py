@@ -105,7 +105,7 @@ def fill(
     """(rows, the link's figures) on rank 0; the others take part."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = [size for size in PREDICTED if size <= world]
-    groups = {size: dist.new_group(range(size)) for size in sizes}
+    groups = {size: dist.new_group(list(range(size))) for size in sizes}
     link, network = links
     if world > 1 and link is None:
         if rank < sizes[-1]:

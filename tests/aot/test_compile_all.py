@@ -19,6 +19,7 @@ SASS = """
         /*0220*/              @!P0 LDL.LU.64 R6, [R1+0x10] ;               /* 0x0000100001067983 */
         /*0230*/                   HMMA.16816.F32.BF16 R4, R8, R10, R4 ;   /* 0x0000000a0804723c */
         /*0240*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4] ;  /* 0x00e00000041879f0 */
+        /*0248*/                   QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR4] ;  /* 0x00e00000041879f3 */
         /*0250*/                   LDG.E R2, [R2.64] ;                     /* 0x0000000402027981 */
 """
 
@@ -32,6 +33,7 @@ def test_resources() -> None:
 def test_instructions() -> None:
     assert count_instructions(SASS, "LDL", "STL") == 2
     assert count_instructions(SASS, "HMMA") == 1
+    assert count_instructions(SASS, "HGMMA", "QGMMA") == 2
     assert count_instructions(SASS, "HGMMA") == 1
     assert count_instructions(SASS, "LDGSTS") == 0
 

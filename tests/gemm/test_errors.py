@@ -11,6 +11,11 @@ from evenshare.gemm import matmul
 
 CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a dtype": ({"a": torch.zeros(3, 8, dtype=torch.int8)}, TypeError, "a: got torch.int8, want float32"),
+    "a of codes": (
+        {"a": torch.zeros(3, 8).to(torch.float8_e4m3fn)},
+        TypeError,
+        "a: got torch.float8_e4m3fn, want float32, float16 or bfloat16, or scaled_matmul",
+    ),
     "b dtype": ({"b": torch.zeros(8, 4).half()}, TypeError, "b: got torch.float16, want that of a, torch.float32"),
     "a scalar": ({"a": torch.zeros(())}, ValueError, r"a: got shape \(\), want \[..., 8\]"),
     "a k": ({"a": torch.zeros(3, 9)}, ValueError, r"a: got shape \(3, 9\), want \[..., 8\], the k of b \(8, 4\)"),

@@ -152,6 +152,6 @@ def test_a_hopper_gpu_runs_it() -> None:
         a, b = torch.randn(batch, 9, 136).to(BF16), torch.randn(batch, 500, 136).to(BF16).mT
         residual = torch.randn(batch, 9, 500)
         out = torch.full((batch, 9, 500), torch.nan, dtype=BF16)
-        assert hopper_skinny.takes(a, b, target())
+        assert hopper_skinny.takes(a[0], b[0], batch, target())
         launch.matmul(a, b, Epilogue(residual=residual), out, target())
         torch.testing.assert_close(out.double(), a.double() @ b.double() + residual, rtol=1e-2, atol=1e-2)

@@ -12,6 +12,7 @@ from evenshare.gemm import reference
 from evenshare.gemm.epilogue import Epilogue
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 PRECISIONS = ("ieee", "tf32")
 
 
@@ -92,7 +93,8 @@ def matmul(
 def _validate(a: torch.Tensor, b: torch.Tensor) -> None:
     check_is_tensor(a=a, b=b)
     if a.dtype not in DTYPES:
-        raise TypeError(f"a: got {a.dtype}, want float32, float16 or bfloat16")
+        of_codes = ", or scaled_matmul" if a.dtype in FP8_DTYPES else ""
+        raise TypeError(f"a: got {a.dtype}, want float32, float16 or bfloat16{of_codes}")
     if b.dtype != a.dtype:
         raise TypeError(f"b: got {b.dtype}, want that of a, {a.dtype}")
     if b.ndim not in (2, 3):

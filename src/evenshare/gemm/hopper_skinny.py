@@ -85,10 +85,10 @@ def refusal(a: torch.Tensor, b: torch.Tensor, target: Target) -> str | None:
     return None
 
 
-def takes(a: torch.Tensor, b: torch.Tensor, target: Target) -> bool:
-    """Whether the products of a batch, a [batch, m, k] and b [batch, k, n], come here, one by one: where each fills the GPU."""
-    fills = -(-b.shape[2] // STRIP) >= target.num_sms
-    return (a.shape[0] == 1 or fills) and refusal(a[0], b[0], target) is None
+def takes(a: torch.Tensor, b: torch.Tensor, batch: int, target: Target) -> bool:
+    """As `hopper.takes`."""
+    fills = batch == 1 or -(-b.shape[1] // STRIP) >= target.num_sms
+    return fills and refusal(a, b, target) is None
 
 
 def matmul(

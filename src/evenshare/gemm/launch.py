@@ -42,8 +42,9 @@ def matmul(
     if plan is None and target.capability == HOPPER:
         from evenshare.gemm import hopper, hopper_skinny
 
+        first = a[0], b[0]
         for kernel in (hopper_skinny, hopper):
-            if kernel.takes(a, b, target):
+            if kernel.takes(*first, batch, target):
                 for i in range(batch):
                     residual = None if epilogue.residual is None else epilogue.residual[i]
                     kernel.matmul(a[i], b[i], epilogue._replace(residual=residual), out[i], target)

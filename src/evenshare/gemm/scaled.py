@@ -10,10 +10,8 @@ from evenshare.device.checks import check_epilogue, check_is_tensor
 from evenshare.device.target import select_target
 from evenshare.gemm import reference
 from evenshare.gemm.epilogue import Epilogue
-from evenshare.gemm.functions import DTYPES
+from evenshare.gemm.functions import DTYPES, FP8_DTYPES
 from evenshare.gemm.scales import make_scales
-
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def scaled_matmul(

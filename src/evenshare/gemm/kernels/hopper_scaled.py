@@ -146,7 +146,12 @@ def _consume(number: gl.constexpr, out, out_ptr, scale_a_ptr, scale_b_ptr, bias_
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["alpha", "num_workers", "num_tiles", "iters_per_tile", "num_whole"])
+@gluon.jit(
+    do_not_specialize=[
+        *("alpha", "m", "stride_scale_a_m", "stride_scale_a_k", "stride_scale_b_k", "stride_scale_b_n"),
+        *("num_workers", "num_tiles", "iters_per_tile", "num_whole"),
+    ]
+)
 def scaled_matmul(a, b, out, out_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, alpha, m, n,
                   stride_scale_a_m, stride_scale_a_k, stride_scale_b_k, stride_scale_b_n,
                   stride_out_m, stride_out_n, stride_residual_m, stride_residual_n, num_workers, num_tiles, iters_per_tile, num_whole,

@@ -75,7 +75,12 @@ def _accumulate(a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, rows, m, columns, n, k, 
                          not A_BLOCKS, not B_BLOCKS, COLUMNS_PER_SCALE)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["alpha", "num_workers", "num_tiles", "iters_per_tile", "num_whole"])
+@triton.jit(
+    do_not_specialize=[
+        *("alpha", "stride_scale_a_m", "stride_scale_a_k", "stride_scale_b_k", "stride_scale_b_n"),
+        *("num_workers", "num_tiles", "iters_per_tile", "num_whole"),
+    ]
+)
 def scaled_matmul(a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, out_ptr, partials_ptr, counters_ptr, alpha, m, n, k,
                   stride_a_m, stride_a_k, stride_b_k, stride_b_n, stride_scale_a_m, stride_scale_a_k, stride_scale_b_k, stride_scale_b_n,
                   stride_out_m, stride_out_n, stride_residual_m, stride_residual_n, num_workers, num_tiles, iters_per_tile, num_whole,

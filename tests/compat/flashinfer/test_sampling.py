@@ -79,6 +79,23 @@ def test_samplers(name: str, x: torch.Tensor, given: dict[str, Any], wanted: dic
     assert draw(broken, **given, return_valid=True)[1].tolist() == [True] * 4 + [False, True]
 
 
+def test_settings_of_rows_that_indices_name() -> None:
+    indices = torch.tensor([5, 0, 3, 3])
+    state: dict[str, Any] = {"seed": 2, "offset": 0}
+    of_rows = {"top_k": K[indices], "top_p": P[indices]}
+    for name, x in (("probs", PROBS), ("logits", PROBS.log())):
+        draw = getattr(flashinfer, f"top_k_top_p_sampling_from_{name}")
+        want = getattr(ops, f"sample_from_{name}")(x, indices=indices, **of_rows, filter_order="top_k_first", **state)
+        assert torch.equal(draw(x, K, P.double(), indices, **state), want)
+    want = ops.sample_from_probs(PROBS, indices=indices, top_p=P[indices], **state)
+    assert torch.equal(flashinfer.top_p_sampling_from_probs(PROBS, P, indices, **state), want)
+    # Those of top-k and min-p alone are of the outputs.
+    want = ops.sample_from_probs(PROBS, indices=indices, top_k=K[:4], **state)
+    assert torch.equal(flashinfer.top_k_sampling_from_probs(PROBS, K[:4], indices, **state), want)
+    want = ops.sample_from_probs(PROBS, indices=indices, min_p=P[:4], **state)
+    assert torch.equal(flashinfer.min_p_sampling_from_probs(PROBS, P[:4], indices, **state), want)
+
+
 def test_filters_and_softmax() -> None:
     assert torch.equal(flashinfer.top_p_renorm_probs(PROBS, P), ops.renormalize_probs(PROBS, top_p=P))
     assert torch.equal(flashinfer.top_k_renorm_probs(PROBS, K), ops.renormalize_probs(PROBS, top_k=K))

@@ -13,7 +13,7 @@ Samples = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 def softmax(logits: torch.Tensor, temperature: Setting | None = None, enable_pdl: bool | None = None) -> torch.Tensor:
     """softmax(logits / temperature), float32; temperature: a number, or [batch]."""
-    return ops.softmax(logits, temperature)
+    return ops.softmax(logits, _float(temperature))
 
 
 def sampling_from_logits(
@@ -59,6 +59,7 @@ def top_p_sampling_from_probs(
     return_valid: bool = False,
 ) -> Samples:
     """A token of those that less than top_p of the mass exceeds."""
+    top_p = _by_row(top_p, probs, indices)
     return _sample(probs, indices, generator, check_nan, seed, offset, return_valid, top_p=top_p)
 
 
@@ -107,8 +108,9 @@ def top_k_top_p_sampling_from_probs(
 ) -> Samples:
     """A token that both filters keep: "joint", both of probs; "top_k_first", top_p of what top_k keeps."""
     order = _order(filter_apply_order)
+    k, p = _by_row(top_k, probs, indices), _by_row(top_p, probs, indices)
     return _sample(
-        probs, indices, generator, check_nan, seed, offset, return_valid, top_k=top_k, top_p=top_p, filter_order=order
+        probs, indices, generator, check_nan, seed, offset, return_valid, top_k=k, top_p=p, filter_order=order
     )
 
 
@@ -129,8 +131,8 @@ def top_k_top_p_sampling_from_logits(
     _check_nan("logits", logits, check_nan)
     return ops.sample_from_logits(
         logits,
-        top_k=top_k,
-        top_p=top_p,
+        top_k=_by_row(top_k, logits, indices),
+        top_p=_float(_by_row(top_p, logits, indices)),
         filter_order=_order(filter_apply_order),
         indices=indices,
         generator=generator,
@@ -142,12 +144,15 @@ def top_k_top_p_sampling_from_logits(
 
 def top_p_renorm_probs(probs: torch.Tensor, top_p: Setting, is_deterministic: bool = False) -> torch.Tensor:
     """What top_p keeps, with sum 1."""
-    return ops.renormalize_probs(probs, top_p=top_p)
+    return ops.renormalize_probs(probs, top_p=_float(top_p))
 
 
 def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
     """What top_k keeps, with sum 1."""
     return ops.renormalize_probs(probs, top_k=top_k)
+
+
+top_p_renorm_prob, top_k_renorm_prob = top_p_renorm_probs, top_k_renorm_probs
 
 
 def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
@@ -188,7 +193,7 @@ def _sample(
     offset: Number,
     return_valid: bool,
     *,
-    top_k: torch.Tensor | int | None = None,
+    top_k: Setting | None = None,
     top_p: Setting | None = None,
     min_p: Setting | None = None,
     filter_order: str = "joint",
@@ -197,8 +202,8 @@ def _sample(
     return ops.sample_from_probs(
         probs,
         top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
+        top_p=_float(top_p),
+        min_p=_float(min_p),
         filter_order=filter_order,
         indices=indices,
         generator=generator,
@@ -206,6 +211,17 @@ def _sample(
         offset=offset,
         return_valid=return_valid,
     )
+
+
+def _float(setting: Setting | None) -> Setting | None:
+    return setting.float() if isinstance(setting, torch.Tensor) else setting
+
+
+def _by_row(setting: Setting, x: torch.Tensor, indices: torch.Tensor | None) -> Setting:
+    """For each output, the setting of its row of x: where top_p takes part, FlashInfer has them by rows, else by outputs."""
+    if isinstance(setting, torch.Tensor) and isinstance(indices, torch.Tensor) and setting.shape == x.shape[:1]:
+        return setting[indices.long().clamp(0, max(x.shape[0] - 1, 0))]
+    return setting
 
 
 def _check_nan(name: str, x: torch.Tensor, wanted: bool) -> None:

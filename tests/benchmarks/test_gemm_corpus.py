@@ -14,7 +14,7 @@ from benchmarks.gemm_corpus import Shape, Times
 from benchmarks.timing import Candidate, Timing
 from evenshare.device.target import Target, select_target
 from evenshare.gemm import hopper
-from evenshare.gemm.costs import load_table
+from tests.gemm.helpers import H200
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_what_is_measured_is_checked(target: Target, monkeypatch: pytest.MonkeyP
 
 
 def test_baselines_plan_what_their_names_say() -> None:
-    planners = gemm_corpus.planners(load_table("NVIDIA H200"))
+    planners = gemm_corpus.planners(H200)
     whole = planners["data_parallel"](1024, 1024, 8192, False, 132)
     assert whole.tile == hopper.TILES[0]
     assert whole.shares.num_whole == whole.shares.num_tiles

@@ -13,17 +13,16 @@ import torch.nn.functional as F
 
 from evenshare.device.target import Target
 from evenshare.gemm import hopper, launch
-from evenshare.gemm.costs import load_table
 from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.kernels import hopper_matmul
 from evenshare.schedule.uniform import uniform_plan
 from tests.emulator import Emulated
+from tests.gemm.helpers import H200
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GATES = {"silu_and_multiply": F.silu, "gelu_and_multiply": F.gelu}
 ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 LARGEST = hopper.TILES[0]
-H200 = load_table("NVIDIA H200")
 
 
 @pytest.fixture(autouse=True, params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])

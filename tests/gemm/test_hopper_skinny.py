@@ -12,12 +12,12 @@ import torch
 
 from evenshare.device.target import Target
 from evenshare.gemm import hopper_skinny, launch, reference
-from evenshare.gemm.costs import load_table
 from evenshare.gemm.epilogue import Epilogue
 from evenshare.gemm.hopper_skinny import SkinnyPlan, SkinnyTile
 from evenshare.gemm.kernels import hopper_skinny as kernels
 from evenshare.schedule.uniform import uniform_plan
 from tests.emulator import Emulated
+from tests.gemm.helpers import H200
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GATED = ("silu_and_multiply", "gelu_tanh_and_multiply")
@@ -139,7 +139,7 @@ def test_what_is_left_to_other_kernels() -> None:
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (16, 28672, 4096), (64, 128, 16384), (64, 8192, 28672)])
 def test_plans_use_the_gpu_and_fit_its_shared_memory(m: int, n: int, k: int) -> None:
-    plan = hopper_skinny.plan_matmul(m, n, k, False, 132, load_table("NVIDIA H200"))
+    plan = hopper_skinny.plan_matmul(m, n, k, False, 132, H200)
     tile, shares = plan.tile, plan.shares
     assert tile.block_m >= m
     assert shares.num_workers * 2 > 132 or m * n < 64 * 4096

@@ -1,5 +1,5 @@
-"""Decode of requests that share a prefix, in bf16, pages of 16, 32/8 heads: a cascade against paged attention, which reads the prefix
-for each request. TB/s count each key once."""
+"""Decode of requests that share a prefix, in bf16, pages of 16, 32/8 heads: a cascade against paged attention, which reads the
+prefix for each request. TB/s count each key once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sparse attention in bf16: block masks and random blocks against FlexAttention, compiled; decode over selected pages against decode
-over all. TFLOP/s count the visible (query, key) pairs alone."""
+"""Sparse attention in bf16: block masks and random blocks against FlexAttention, compiled; decode over selected pages against
+decode over all. TFLOP/s count the visible (query, key) pairs alone."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def sparse_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, str
             constants,
             types,
             ("stride_lse_head",),
-            ("kv_len", "heads_per_row"),
+            ("kv_len",),
             num_warps,
             tensor_cores=dtype != "fp32",
             known_spills=known_spills,

@@ -80,7 +80,7 @@ def _attend(q, peak, total, acc, bad, k_ptr, v_ptr, list_ptr, variant_args, requ
 @triton.jit(do_not_specialize=["kv_len"])
 def block_sparse(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
                  partial_o_ptr, partial_lse_ptr, counters_ptr, status_ptr,
-                 sm_scale, logits_soft_cap, lse_scale, heads_per_row, kv_len,
+                 sm_scale, logits_soft_cap, lse_scale, kv_len,
                  stride_q_batch, stride_q_token, stride_q_head, stride_k_batch, stride_k_token, stride_k_head,
                  stride_v_batch, stride_v_token, stride_v_head, stride_o_batch, stride_o_token, stride_o_head,
                  stride_lse_batch, stride_lse_token, stride_lse_head, variant_args,
@@ -90,8 +90,8 @@ def block_sparse(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, indices_ptr, worker_indp
                  NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, MODIFY: tl.constexpr, RESCORE: tl.constexpr,
                  SINK: tl.constexpr, QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, OUTPUT: tl.constexpr,
                  BASE_2: tl.constexpr, SOFTMAX: tl.constexpr):  # fmt: skip
-    """q, out: [B, Sq, Hq, D]; k, v: [B, Skv, Hkv, D]; a row tile stands for heads_per_row groups of GROUP query heads, from HEAD on,
-    and KV_SHARE groups share a KV head. HAS_MASK: lists have blocks that MODIFY masks. RESCORE: scores without that mask, or None.
+    """q, out: [B, Sq, Hq, D]; k, v: [B, Skv, Hkv, D]; a tile is for one group of GROUP query heads, and KV_SHARE groups share a KV
+    head. HAS_MASK: lists have blocks that MODIFY masks. RESCORE: scores without that mask, or None.
     EVEN_KEYS: kv_len is a multiple of BLOCK_SIZE."""
     WHOLE_BLOCKS: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
     # A second loop costs registers: see kernels/forward.py.
@@ -119,20 +119,19 @@ def block_sparse(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, indices_ptr, worker_indp
         num_slots = tl.load(row + 5)
         counter = tl.load(row + 6)
 
-        row_tile = tile // heads_per_row
-        info = tiles_ptr + row_tile.to(tl.int64) * TILE_COLUMNS
+        info = tiles_ptr + tile.to(tl.int64) * TILE_COLUMNS
         request = tl.load(info)
         row_begin = tl.load(info + 1)
         row_end = tl.load(info + 2)
         list_ptr = indices_ptr + tl.load(info + 3)
         num_full = tl.load(info + 4)
         num_blocks = tl.load(info + 5)
-        first_head = tile - row_tile * heads_per_row + tl.load(info + 6)
+        group = tl.load(info + 6)
 
         packed = row_begin + rows
         q_idx = packed // GROUP
-        head = first_head * GROUP + (packed - q_idx * GROUP)
-        kv_head = first_head // KV_SHARE
+        head = group * GROUP + (packed - q_idx * GROUP)
+        kv_head = group // KV_SHARE
         rows_valid = packed < row_end
         wide_request = request.to(tl.int64)
         q_rows = wide_request * stride_q_batch + q_idx.to(tl.int64) * stride_q_token + head.to(tl.int64) * stride_q_head

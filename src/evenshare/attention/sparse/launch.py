@@ -85,7 +85,6 @@ def bind(
         problem.sm_scale,
         problem.logits_soft_cap,
         lse_scale,
-        heads.per_row,
         k.shape[1],
         *strides,
         *(lse.stride() if lse is not None else (0, 0, 0)),

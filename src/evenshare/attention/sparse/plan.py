@@ -93,7 +93,7 @@ class BlockSparsePlan:
         else:
             for table, values in zip(self._tables, (sparsity.indices, tiles), strict=True):
                 table.copy_(values, non_blocking=True)
-        space = RaggedSpace(iterations, self._heads.per_row, tile.overhead, tile.cut_cost)
+        space = RaggedSpace(iterations, 1, tile.overhead, tile.cut_cost)
         if sparsity.device.type == "cpu":
             schedule = make_plan(space, DEFAULT_POLICY, self._num_workers, out=self._schedule)
             self._schedule = schedule if self._schedule is not None else schedule.to(device)
@@ -133,9 +133,7 @@ class BlockSparsePlan:
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         if self.target.backend == "cpu":
-            reference.block_sparse_attention(
-                self.problem, self._variant, self._sparsity, self._heads, q, k, v, out, lse
-            )
+            reference.block_sparse_attention(self.problem, self._variant, self._sparsity, q, k, v, out, lse)
             if lse is not None:
                 lse *= self._lse_scale / LN2
         elif out.numel():

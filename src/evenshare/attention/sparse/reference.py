@@ -7,7 +7,6 @@ import torch
 from evenshare.attention.problem import Problem
 from evenshare.attention.reference import Rule, clear_rows, formula, widened
 from evenshare.attention.sparse.blocks import BlockSparsity
-from evenshare.attention.sparse.tiles import Heads
 from evenshare.attention.variants.eager import Place
 from evenshare.attention.variants.variant import Variant
 
@@ -16,7 +15,6 @@ def block_sparse_attention(
     problem: Problem,
     variant: Variant,
     sparsity: BlockSparsity,
-    heads: Heads,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -24,6 +22,7 @@ def block_sparse_attention(
     lse: torch.Tensor | None,
 ) -> None:
     """q [B, Sq, Hq, D], k, v [B, Skv, Hkv, D] -> out, lse (natural), overwritten. The lists were checked."""
+    group = problem.group_size
     cap = problem.logits_soft_cap or None
     rule = Rule(False, -1, cap, problem.sm_scale, None, None, None, variant)
     block_rows, block_keys = sparsity.block_size
@@ -31,12 +30,13 @@ def block_sparse_attention(
         t.expand(q.shape[0], *t.shape[1:]).tolist() for t in (sparsity.begin, sparsity.num_full, sparsity.num_blocks)
     ]
     within = torch.arange(block_keys, device=k.device)
-    q_heads = heads.group * heads.per_row
+    lists_heads = sparsity.num_blocks.shape[1]
+    per_list = q.shape[2] // lists_heads
     for b in range(q.shape[0]):
-        for h in range(heads.lists):
+        for h in range(lists_heads):
             # Heads of this list, and their KV heads.
-            own = slice(h * q_heads, (h + 1) * q_heads)
-            shared = slice(h * heads.per_row // heads.kv_share, ((h + 1) * heads.per_row - 1) // heads.kv_share + 1)
+            own = slice(h * per_list, (h + 1) * per_list)
+            shared = slice(own.start // group, (own.stop - 1) // group + 1)
             numbers = [torch.arange(s.start, s.stop, device=k.device) for s in (own, shared)]
             for i, row in enumerate(range(0, q.shape[1], block_rows)):
                 rows = slice(row, min(row + block_rows, q.shape[1]))

@@ -16,26 +16,23 @@ MIN_BLOCK_N = 16  # the smallest mma
 
 @dataclass(frozen=True)
 class Heads:
-    """How query heads share lists and keys: a list is for `lists` times `per_row` groups of `group` query heads.
+    """How query heads share rows of a tile and keys: `groups` of `group` query heads each; kv_share groups share a KV head."""
 
-    kv_share: groups that share a KV head.
-    """
-
-    lists: int
-    per_row: int
+    groups: int
     group: int
     kv_share: int
 
     @classmethod
     def of(cls, lists: int, num_qo_heads: int, num_kv_heads: int) -> Heads:
-        if lists == num_kv_heads or lists == 1:
-            return cls(lists, num_kv_heads // lists, num_qo_heads // num_kv_heads, 1)
-        return cls(lists, 1, 1, num_qo_heads // num_kv_heads)
+        """Of lists for all heads, for each KV head or for each query head."""
+        if lists in (1, num_kv_heads):
+            return cls(num_kv_heads, num_qo_heads // num_kv_heads, 1)
+        return cls(num_qo_heads, 1, num_qo_heads // num_kv_heads)
 
 
 def choose_block_tile(problem: Problem, heads: Heads, block_size: tuple[int, int], target: Target) -> TileConfig:
     """The portable kernel's tile for row blocks of so many rows, whose key blocks are multiples of an iteration if possible."""
-    grouped = replace(problem, num_kv_heads=problem.num_qo_heads // heads.group)
+    grouped = replace(problem, num_kv_heads=heads.groups)
     tile = choose_tile(grouped, block_size[0], interpreted=target.interpreted)
     whole = block_size[1] & -block_size[1]  # the largest power of 2 that divides it
     return replace(tile, block_n=whole) if MIN_BLOCK_N <= whole < tile.block_n else tile
@@ -44,10 +41,10 @@ def choose_block_tile(problem: Problem, heads: Heads, block_size: tuple[int, int
 def row_tiles(
     sparsity: BlockSparsity, heads: Heads, tile: TileConfig, batch: int, qo_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tiles int32 [n, 8], iterations int32 [n]) where the lists are: a row of the table is block_m packed rows of a row block.
+    """(tiles int32 [n, 8], iterations int32 [n]) where the lists are: a tile is block_m packed rows of a row block.
 
-    Columns: batch entry, first packed row, the row block's end, first entry of its list, full blocks, blocks, first group of heads.
-    Lists are cut to what `indices` holds.
+    Columns: batch entry, first packed row, the row block's end, first entry of its list, full blocks, blocks, group of heads.
+    Head by head, so that the keys of few heads are in use at a time. Lists are cut to what `indices` holds.
     """
     device, (block_rows, block_keys) = sparsity.device, sparsity.block_size
     rows = block_rows * heads.group
@@ -57,7 +54,7 @@ def row_tiles(
     row_block = within // per_block
     row_begin = row_block * rows + (within - row_block * per_block) * tile.block_m
     row_end = ((row_block + 1) * rows).clamp(max=qo_len * heads.group)
-    shape = (batch, heads.lists, len(within))
+    shape = (batch, heads.groups, len(within))
 
     def of_lists(values: torch.Tensor) -> torch.Tensor:
         return values[:, :, row_block].expand(shape)
@@ -65,7 +62,7 @@ def row_tiles(
     begin = of_lists(sparsity.begin).clamp(0, sparsity.indices.numel())
     num_blocks = torch.minimum(of_lists(sparsity.num_blocks).clamp(min=0), sparsity.indices.numel() - begin)
     entry = torch.arange(batch, device=device)[:, None, None]
-    head = torch.arange(heads.lists, device=device)[None, :, None]
+    head = torch.arange(heads.groups, device=device)[None, :, None]
     columns = (entry, row_begin, row_end, begin, of_lists(sparsity.num_full), num_blocks, head)
     tiles = torch.zeros(*shape, TILE_COLUMNS, dtype=torch.int32, device=device)
     for number, column in enumerate(columns):

@@ -57,7 +57,9 @@ Planner = Callable[[int, int, int, bool, int], HopperPlan]
 @lru_cache(maxsize=4096)
 def plan_matmul(m: int, n: int, k: int, gated: bool, num_sms: int, costs: CostTable) -> HopperPlan:
     """Tile and shares of out [m, n], a pure function: those whose slowest worker is done first, by the device's costs."""
-    timed = [plan_tile(tile, tile_key(tile), costs, m, n, k, gated, num_sms) for tile in TILES]
+    # Half of a gated tile is a whole panel of b, which may have contiguous rows.
+    tiles = [tile for tile in TILES if not gated or tile.block_n >= 2 * PANEL]
+    timed = [plan_tile(tile, tile_key(tile), costs, m, n, k, gated, num_sms) for tile in tiles]
     return min(timed, key=lambda found: found[1])[0]
 
 

@@ -33,7 +33,7 @@ CASES = (
 )
 # Block m, block n, warps, stages of what transforms keys (attention.tiles).
 TILES = {
-    "bf16 D=128 16x128": (16, 32, 8, 2),
+    "bf16 D=128 16x128": (16, 32, 8, 4),
     "bf16 D=128 128x64": (64, 32, 8, 2),
     "fp32 D=128 16x32": (16, 16, 8, 2),
     "bf16 D=256 16x64": (16, 16, 8, 2),

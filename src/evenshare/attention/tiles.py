@@ -157,7 +157,9 @@ def choose_tile(
     if problem.changes_keys:
         # A transformed block of keys is in registers as fp32, and so are the numbers that change it (ptxas, sm_80 and sm_90).
         block_n = 16 if wide or problem.dtype == torch.float32 else 32
-        return TileConfig(16, block_n, 8, 2, 1) if rows <= 16 else TileConfig(64, block_n, 8, 2, 1)
+        return (
+            TileConfig(16, block_n, 8, 4 if block_n == 32 else 2, 1) if rows <= 16 else TileConfig(64, block_n, 8, 2, 1)
+        )
     if problem.dtype == torch.float32:
         # FMA units take their operands from registers: larger tiles spill (ptxas, sm_80 and sm_90).
         block_n = 16 if wide else 32

@@ -7,9 +7,9 @@ __getattr__, __all__ = attach(
     {
         "BlockSparsity": "blocks",
         "BlockSparsePlan": "plan",
-        "block_sparse_attention": "plan",
+        "block_sparse_attention": "functions",
         "page_bounds": "pages",
-        "plan_block_sparse_attention": "plan",
+        "plan_block_sparse_attention": "functions",
         "select_pages": "pages",
     },
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from evenshare.attention.formula import Rule, clear_rows, formula, widened
 from evenshare.attention.problem import Problem
-from evenshare.attention.reference import Rule, clear_rows, formula, widened
 from evenshare.attention.sparse.blocks import BlockSparsity
 from evenshare.attention.variants.eager import Place
 from evenshare.attention.variants.variant import Variant

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from evenshare.attention.variants.operations import operand_of
+from evenshare.attention.variants.operands import operand_of
 from evenshare.attention.variants.source import HELPERS, Printer
 from evenshare.attention.variants.symbolic import (
     CapturedTensors,

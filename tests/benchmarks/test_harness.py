@@ -154,17 +154,12 @@ def test_read_kernel_reads_every_word(device: torch.device) -> None:
     assert difference % 2**32 == 0
 
 
-def test_a_gemm_case_on_the_cpu(bench: harness.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "copies_past_l2", lambda size: 3)
-    row = gemm.measure(bench, 8, 16, 32)
-    assert row.peers == {"cublas": 20.0}
-    assert (row.flops, row.bytes) == (2 * 8 * 16 * 32, 2 * (8 * 32 + 16 * 32 + 8 * 16))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_a_benchmark_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "SHAPES", [(64, 128, 256)])
+    monkeypatch.setattr(gemm, "SHAPES", [gemm.Case(64, 128, 256)])
+    for table in ("DECODE", "SCALED", "GROUPED"):
+        monkeypatch.setattr(gemm, table, [])
     out = tmp_path / "out.json"
     assert harness.main("gemm", None, gemm.fill, ["--peers", "cublas", "--out", str(out)]) == 0
     (report,) = read_reports(out)

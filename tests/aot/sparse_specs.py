@@ -25,7 +25,7 @@ def sparse_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, str
     # dtype, head dim, (block m, n), warps, stages, variant, known spills, what differs from `plain`
     cases: list[tuple[str, int, tuple[int, int], int, int, str, int, dict[str, Any]]] = [
         ("bf16", 128, (128, 64), 8, 3, "", 66, {}),
-        ("bf16", 128, (128, 64), 8, 3, "capped_alibi", 66, {"HAS_MASK": True}),
+        ("bf16", 128, (128, 64), 8, 3, "capped_alibi", 68, {"HAS_MASK": True}),
         ("bf16", 128, (16, 128), 4, 3, "", 40, {"BLOCK_SIZE": 1, "EVEN_KEYS": False}),
         ("bf16", 256, (64, 32), 8, 2, "", 16, {"GROUP": 1, "KV_SHARE": 4, "HAS_SOFT_CAP": True}),
         ("fp16", 64, (64, 64), 8, 2, "capped_alibi", 0, {"BLOCK_SIZE": 96, "HAS_MASK": True, "EVEN_KEYS": False}),

@@ -303,3 +303,57 @@ def test_what_is_refused(place: Place) -> None:
                            (bsr(good[0], torch.tensor([0, 1, 1]), 16), "got indices of shape")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             plan.update(other)
+
+
+@pytest.mark.gpu
+def test_no_sync_and_in_a_graph() -> None:
+    """Lists on the GPU are planned and run without a sync, and replayed with other values; bf16 on the GPU's own tiles."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    length, block, count = 1024, 64, 5
+    indptr = torch.arange(0, length // block * count + 1, count, device="cuda", dtype=torch.int32)
+    indices = torch.zeros(length // block * count, device="cuda", dtype=torch.int32)
+
+    def fill(seed: int) -> None:
+        torch.manual_seed(seed)
+        indices.copy_(torch.rand(length // block, length // block).topk(count).indices.flatten().int())
+
+    q = torch.randn(2, length, 8, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, length, 2, 128, device="cuda", dtype=torch.bfloat16)
+    options: dict[str, Any] = {
+        "batch": 2,
+        "qo_len": length,
+        "kv_len": length,
+        "num_qo_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+    }
+    fill(0)
+    plan = evenshare.plan_block_sparse_attention(BlockSparsity.from_bsr(indptr, indices, block), **options)
+
+    def step() -> torch.Tensor:
+        plan.update(BlockSparsity.from_bsr(indptr, indices, block))
+        return plan.run(q, k, v)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for seed in (1, 2):
+        fill(seed)
+        graph.replay()
+        seen = torch.zeros(length // block, length // block, dtype=torch.bool)
+        seen.scatter_(1, indices.view(-1, count).long().cpu(), True)
+        seen = seen.repeat_interleave(block, 0).repeat_interleave(block, 1)
+        want, _ = formula(*(x.float().cpu() for x in (q, k, v)), seen)
+        torch.testing.assert_close(out.cpu().double(), want, atol=2e-2, rtol=2e-2)
+    plan.check()

@@ -164,7 +164,7 @@ def block_sparse(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, indices_ptr, worker_indp
                     MODIFY, RESCORE, KEY, VALUE, BASE_2, SOFTMAX,
                 )  # fmt: skip
         if HAS_MASK:
-            for block in tl.range(full_end, block_hi, num_stages=1 if TWO_LOOPS else NUM_STAGES):
+            for block in tl.range(full_end, block_hi, num_stages=NUM_STAGES):
                 peak, total, acc, bad = _attend(
                     q, peak, total, acc, bad, k_base, v_base, list_ptr, variant_args, request, kv_head, head, q_idx, block, num_full,
                     num_blocks, kv_len, num_kv_blocks, score_scale, logits_soft_cap, stride_k_token, stride_v_token, HEAD_DIM, HEAD_DIM_V,

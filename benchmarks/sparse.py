@@ -14,9 +14,9 @@ from benchmarks import harness
 from benchmarks.batches import Batch, Shape, make_batch
 from benchmarks.masks import MAX_ERROR, Function, Tensors, make_tensors
 from benchmarks.workloads import const
-from evenshare import BlockSparsity, paged_attention, plan_block_sparse_attention
+from evenshare import BlockSparsity, plan_attention, plan_block_sparse_attention
 from evenshare.attention import variants
-from evenshare.attention.sparse import page_bounds, select_pages
+from evenshare.attention.sparse import page_bounds, pages_by_head, select_pages
 
 USUAL_PEERS = ("flex",)
 SINKS = 128
@@ -175,7 +175,7 @@ def measure_selected(bench: harness.Bench, case: Selected) -> None:
     everything = batch.run_call(all_pages)
     row = bench.compare(
         case.title,
-        lambda: paged_attention(batch.q, batch.k, batch.v, block_table=pages, kv_lens=own_lens),
+        by_head_call(batch, pages, own_lens),
         lambda name: None,
         selected_reference(batch, pages, own_lens),
         MAX_ERROR,
@@ -185,6 +185,19 @@ def measure_selected(bench: harness.Bench, case: Selected) -> None:
     bench.add_rate(row, "TB/s")
     bench.add_time(f"{case.title}: selection", select)
     bench.add_time(f"{case.title}: all pages", everything)
+
+
+def by_head_call(batch: Batch, pages: torch.Tensor, lens: torch.Tensor) -> harness.Call:
+    """A run of a plan whose requests are the KV heads."""
+    shape = batch.shape
+    (k, ids), (v, _) = (pages_by_head(cache, pages) for cache in (batch.k, batch.v))
+    plan = plan_attention(
+        num_qo_heads=shape.num_qo_heads // shape.num_kv_heads, num_kv_heads=1, head_dim=shape.head_dim, page_size=shape.page_size,
+        block_table=ids.flatten(0, 1), kv_lens=lens.flatten(), dtype=batch.q.dtype,
+    )  # fmt: skip
+    q = batch.q.unflatten(1, (shape.num_kv_heads, -1)).flatten(0, 1)
+    out = torch.full_like(q, float("nan"))
+    return lambda: plan.run(q, k, v, out=out).view_as(batch.q)
 
 
 def selected_reference(batch: Batch, pages: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:

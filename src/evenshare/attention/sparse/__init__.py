@@ -9,6 +9,7 @@ __getattr__, __all__ = attach(
         "BlockSparsePlan": "plan",
         "block_sparse_attention": "functions",
         "page_bounds": "pages",
+        "pages_by_head": "pages",
         "plan_block_sparse_attention": "functions",
         "select_pages": "pages",
     },

@@ -86,6 +86,45 @@ def select_pages(
     return pages.to(torch.int32), lens.to(torch.int32).contiguous()
 
 
+def pages_by_head(
+    cache: torch.Tensor, block_table: torch.Tensor, kv_layout: str = "NHD"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same memory as a cache of one KV head, [n, page_size, 1, D] (NHD), and the table's pages in it, [B, Hkv, pages].
+
+    In units of the stride between heads, head h of page p begins at p * (heads that fit into a page's stride) + h. With these a
+    plan for num_kv_heads=1 serves B * Hkv requests of one token, `block_table.flatten(0, 1)`, whose queries are
+    `q.view(B * Hkv, group, D)`.
+    cache: [num_pages, page_size, Hkv, D] (NHD) or [num_pages, Hkv, page_size, D] (HND). block_table: [B, Hkv, pages].
+    Raises ValueError unless the stride between pages is a multiple of that between heads.
+    """
+    check_is_tensor(cache=cache, block_table=block_table)
+    if cache.dim() != 4 or kv_layout not in ("NHD", "HND"):
+        raise ValueError(
+            f"cache: got shape {tuple(cache.shape)} in {kv_layout!r}, want four dimensions, 'NHD' or 'HND'"
+        )
+    if kv_layout == "HND":
+        cache = cache.transpose(1, 2)
+    num_pages, page_size, num_heads, dim = cache.shape
+    if block_table.dim() != 3 or block_table.shape[1] != num_heads:
+        raise ValueError(
+            f"block_table: got shape {tuple(block_table.shape)}, want [B, {num_heads}, pages], a table for each KV head"
+        )
+    page_stride, token_stride, head_stride, _ = cache.stride()
+    if num_heads == 1 or num_pages <= 1:  # one of the strides means nothing
+        ratio, step = num_heads, head_stride if num_pages <= 1 else page_stride
+    else:
+        if head_stride == 0 or page_stride % head_stride or page_stride // head_stride * num_pages > INT32_MAX:
+            raise ValueError(
+                f"cache: got strides {cache.stride()}, want that between pages a multiple of that between heads"
+            )
+        ratio, step = page_stride // head_stride, head_stride
+    size = (num_pages - 1) * ratio + num_heads if num_pages else 0
+    heads = torch.arange(num_heads, dtype=block_table.dtype, device=block_table.device)
+    # Ids outside the cache stay outside.
+    pages = block_table.clamp(-1, num_pages) * ratio + heads[:, None]
+    return cache.as_strided((size, page_size, 1, dim), (step, token_stride, step, cache.stride(3))), pages
+
+
 def paged_attention_by_head(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -97,46 +136,34 @@ def paged_attention_by_head(
     lse: torch.Tensor | None,
     **options: Any,
 ) -> Any:
-    """`paged_attention` with a page table for each KV head: block_table [B, Hkv, pages], kv_lens [B, Hkv].
-
-    A request's heads become requests of one KV head, and pages of one head: in units of the stride between heads, head h of page p
-    begins at p * (heads that fit into a page's stride) + h, so the cache stays where it is.
-    """
+    """`paged_attention` with a page table for each KV head: block_table [B, Hkv, pages], kv_lens [B, Hkv]."""
     from evenshare.attention.functions import paged_attention
 
-    if kv_layout == "HND":
-        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    batch, num_kv_heads = q.shape[0], k_cache.shape[2]
-    if block_table.shape[:2] != (batch, num_kv_heads):
-        raise ValueError(
-            f"block_table: got shape {tuple(block_table.shape)}, want [{batch}, {num_kv_heads}, pages], a table for each KV head"
-        )
-    if not isinstance(kv_lens, torch.Tensor) or tuple(kv_lens.shape) != (batch, num_kv_heads):
-        got = tuple(kv_lens.shape) if isinstance(kv_lens, torch.Tensor) else kv_lens
-        raise ValueError(f"kv_lens: got {got}, want [{batch}, {num_kv_heads}], as the block_table")
-    if q.shape[1] % num_kv_heads:
-        raise ValueError(f"q: got {q.shape[1]} heads, want a multiple of the {num_kv_heads} KV heads")
-    heads_a_page = _heads_a_page("k_cache", k_cache)
-    if _heads_a_page("v_cache", v_cache) != heads_a_page:
+    keys, pages = pages_by_head(k_cache, block_table, kv_layout)
+    values, _ = pages_by_head(v_cache, block_table, kv_layout)
+    if keys.shape[0] != values.shape[0]:
         raise ValueError(
             "v_cache: got other strides than k_cache, want the same ratio of those between pages and heads"
         )
-    heads = torch.arange(num_kv_heads, dtype=block_table.dtype, device=block_table.device)
-    # Ids outside the cache stay outside.
-    pages = block_table.clamp(-1, k_cache.shape[0]) * heads_a_page + heads[:, None]
+    batch, num_kv_heads = block_table.shape[:2]
+    if q.shape[0] != batch or q.shape[1] % num_kv_heads:
+        raise ValueError(f"q: got shape {tuple(q.shape)}, want [{batch}, a multiple of {num_kv_heads} heads, head_dim]")
+    if not isinstance(kv_lens, torch.Tensor) or tuple(kv_lens.shape) != (batch, num_kv_heads):
+        got = tuple(kv_lens.shape) if isinstance(kv_lens, torch.Tensor) else kv_lens
+        raise ValueError(f"kv_lens: got {got}, want [{batch}, {num_kv_heads}], as the block_table")
 
-    def by_head(x: torch.Tensor | None) -> torch.Tensor | None:
-        return None if x is None else x.unflatten(1, (num_kv_heads, -1)).flatten(0, 1)
+    def by_head(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(1, (num_kv_heads, -1)).flatten(0, 1)
 
     outputs = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in (out, lse)]
     made = paged_attention(
-        q.unflatten(1, (num_kv_heads, -1)).flatten(0, 1),
-        _one_head(k_cache, heads_a_page),
-        _one_head(v_cache, heads_a_page),
+        by_head(q),
+        keys,
+        values,
         block_table=pages.flatten(0, 1),
         kv_lens=kv_lens.reshape(-1),
-        out=by_head(outputs[0]),
-        lse=by_head(outputs[1]),
+        out=None if outputs[0] is None else by_head(outputs[0]),
+        lse=None if outputs[1] is None else by_head(outputs[1]),
         **options,
     )
     results = [x.view(batch, q.shape[1], *x.shape[2:]) for x in (made if isinstance(made, tuple) else (made,))]
@@ -145,23 +172,3 @@ def paged_attention_by_head(
             given.copy_(results[number])
             results[number] = given
     return tuple(results) if isinstance(made, tuple) else results[0]
-
-
-def _heads_a_page(name: str, cache: torch.Tensor) -> int:
-    """How many times the stride between heads fits into that between pages. cache: NHD."""
-    page, head = cache.stride(0), cache.stride(2)
-    if cache.shape[2] == 1 or cache.shape[0] <= 1:
-        return max(cache.shape[2], 1) if cache.shape[0] <= 1 else 1
-    if head == 0 or page % head or page // head * cache.shape[0] > INT32_MAX:
-        raise ValueError(
-            f"{name}: got strides {cache.stride()}, want that between pages a multiple of that between heads"
-        )
-    return page // head
-
-
-def _one_head(cache: torch.Tensor, heads_a_page: int) -> torch.Tensor:
-    """Pages of one head each, where the cache has them: [num_pages * heads_a_page, page_size, 1, D]; they overlap."""
-    num_pages, page_size, num_heads, dim = cache.shape
-    size = max((num_pages - 1) * heads_a_page + num_heads, 0) if num_pages else 0
-    step = cache.stride(2) if num_heads > 1 else cache.stride(0)
-    return cache.as_strided((size, page_size, 1, dim), (step, cache.stride(1), step, cache.stride(3)))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import evenshare
@@ -303,6 +305,40 @@ def test_what_is_refused(place: Place) -> None:
                            (bsr(good[0], torch.tensor([0, 1, 1]), 16), "got indices of shape")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             plan.update(other)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    lengths=st.tuples(st.integers(1, 50), st.integers(1, 70)), block=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    share=st.floats(0, 1), heads=st.sampled_from([1, KV_HEADS, HEADS]), batch=st.sampled_from([1, BATCH]),
+    masked=st.booleans(), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_random_lists(
+    backend: str, lengths: tuple[int, int], block: tuple[int, int], share: float, heads: int, batch: int, masked: bool, seed: int
+) -> None:  # fmt: skip
+    """Of any lengths, blocks and shares, in any order within a list."""
+    if torch.cuda.is_available() and backend == "triton":
+        pytest.skip("the interpreter is chosen at import, and this machine has a GPU")
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = (-(-n // size) for n, size in zip(lengths, block, strict=True))
+    listed = torch.rand(batch, heads, rows, columns, generator=generator) < share
+    order = torch.rand(listed.shape, generator=generator).masked_fill(~listed, 2.0).argsort(-1)
+    indptr = torch.nn.functional.pad(listed.sum(-1).cumsum(-1), (1, 0))
+    indices = torch.zeros(batch, heads, rows * columns, dtype=torch.int64)
+    for b, h in torch.cartesian_prod(torch.arange(batch), torch.arange(heads)).tolist():
+        found = torch.cat([order[b, h, i, : int(n)] for i, n in enumerate(listed[b, h].sum(-1))])
+        indices[b, h, : len(found)] = found
+    blocks = BlockSparsity.from_bsr(indptr, indices, block, by_head if masked else None)
+    qkv = tensors(*lengths)
+    seen = dense(blocks, *lengths).expand(BATCH, -1, -1, -1)
+    if masked:
+        axes = [
+            torch.arange(n).view([-1 if i == j else 1 for j in range(4)])
+            for i, n in enumerate((BATCH, HEADS, *lengths))
+        ]
+        seen = seen & by_head(*axes)
+    assert_close(run(qkv, blocks, Place(torch.device("cpu"), backend, (torch.float32,))), formula(*qkv, seen))
 
 
 @pytest.mark.gpu

@@ -238,18 +238,26 @@ def test_a_table_that_ends(place: Place) -> None:
     assert_close(run_ragged(batch, place, variant=variant), want, batch)
 
 
-def test_elements_are_indexed_as_in_torch(place: Place) -> None:
-    """From the end if negative, one for all, and of what was computed before."""
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_elements_are_indexed_as_in_torch(place: Place, name: str) -> None:
+    """From the end if negative, one for all, and of what was computed before; vectors along rows and along columns of a tile."""
     batch = batch_of()
 
     def moved(x: Any, b: Any, h: Any, position: Any, d: Any) -> Any:
-        y = x * (d + 1) - x.mean()
-        return y[d - 3] + x[-1] + y[2] * 0.5
+        y = x * (d + 1) - x.mean() + x.amin() - torch.amax(x, -1)
+        return y[d - 3] + x[-1] + y[2] * 0.5 + y[(d * 5 + 1) % 24] * x.square().sum()
 
-    x = batch.q.double()
-    y = x * (torch.arange(DIM) + 1) - x.mean(-1, keepdim=True)
-    want = formula_oracle(replace(batch, q=y.roll(3, -1) + x[..., -1:] + y[..., 2:3] * 0.5), Variant())
-    assert_close(run_ragged(batch, place, variant=Variant(query=moved), causal=False), want, batch)
+    x = getattr(batch, name[0]).double()
+    d = torch.arange(DIM)
+    y = x * (d + 1) - x.mean(-1, keepdim=True) + x.amin(-1, keepdim=True) - x.amax(-1, keepdim=True)
+    moved_x = (
+        y.roll(3, -1) + x[..., -1:] + y[..., 2:3] * 0.5 + y[..., (d * 5 + 1) % 24] * x.square().sum(-1, keepdim=True)
+    )
+    scale = float(moved_x.abs().max())
+    factors = {"query": 1 / scale, "key": 1 / scale, "value": 1.0}
+    want = formula_oracle(replace(batch, **{name[0]: moved_x * factors[name]}), Variant())
+    variant = Variant(**{name: lambda *arguments: moved(*arguments) * factors[name]})
+    assert_close(run_ragged(batch, place, variant=variant, causal=False), want, batch)
 
 
 def test_a_constant_becomes_a_vector(place: Place) -> None:

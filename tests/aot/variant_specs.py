@@ -31,6 +31,7 @@ CASES = (
     ("fp32 D=128 16x32", "transforms", 0, True),
     ("bf16 D=256 16x64", "transforms", 0, True),
 )
+INT8_SPILLS = 420  # codes are unpacked in registers
 # Block m, block n, warps, stages of what transforms keys (attention.tiles).
 TILES = {
     "bf16 D=128 16x128": (16, 32, 8, 4),
@@ -66,7 +67,7 @@ def variant_specs(attention: Iterator[Any]) -> Iterator[Any]:
         if constants["KEY"] is not None:
             *blocks, num_warps, stages = TILES[name]
             constants |= {"BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "NUM_STAGES": stages}
-        yield replace(
+        made = replace(
             spec,
             name=f"{spec.name} variant {variant}",
             num_warps=num_warps,
@@ -74,3 +75,14 @@ def variant_specs(attention: Iterator[Any]) -> Iterator[Any]:
             types=spec.types | {"variant_args": ARGUMENTS[variant]},
             known_spills=known_spills,
         )
+        yield made
+        if constants["KEY"] is not None:  # of integers, too
+            codes = dict.fromkeys(("k_ptr", "v_ptr"), "*i8")
+            block_m = 32 if spec.types["out_ptr"] == "*fp32" else constants["BLOCK_M"]
+            yield replace(
+                made,
+                name=f"{made.name} int8 keys",
+                types=made.types | codes,
+                constants=constants | {"BLOCK_M": block_m},
+                known_spills=INT8_SPILLS,
+            )

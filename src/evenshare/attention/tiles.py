@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from evenshare.attention.metadata import Batch, request_bounds
-from evenshare.attention.problem import Problem
+from evenshare.attention.problem import CODES, Problem
 
 # Columns of the tile table; a row is 32 bytes, one sector.
 Q_START, QO_LEN, ROW_BEGIN, KV_START, KV_LEN, FIRST_BLOCK, REQUEST, HEAD = range(8)
@@ -156,10 +156,12 @@ def choose_tile(
     wide = max(problem.head_dim, problem.head_dim_v) > 128
     if problem.changes_keys:
         # A transformed block of keys is in registers as fp32, and so are the numbers that change it (ptxas, sm_80 and sm_90).
-        block_n = 16 if wide or problem.dtype == torch.float32 else 32
-        return (
-            TileConfig(16, block_n, 8, 4 if block_n == 32 else 2, 1) if rows <= 16 else TileConfig(64, block_n, 8, 2, 1)
-        )
+        fp32 = problem.dtype == torch.float32
+        block_n = 16 if wide or fp32 else 32
+        # Triton 3.6 and 3.7 do not compile 16 rows and 16 keys of integers in fp32.
+        if rows <= 16 and not (fp32 and problem.kv_dtype in CODES):
+            return TileConfig(16, block_n, 8, 4 if block_n == 32 else 2, 1)
+        return TileConfig(32 if fp32 else 64, block_n, 8, 2, 1)
     if problem.dtype == torch.float32:
         # FMA units take their operands from registers: larger tiles spill (ptxas, sm_80 and sm_90).
         block_n = 16 if wide else 32

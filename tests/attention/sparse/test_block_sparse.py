@@ -223,9 +223,10 @@ def test_a_plan_and_its_update(kernel_place: Place, where: str) -> None:
     plan = evenshare.plan_block_sparse_attention(first, **options)
     qkv = tensors(qo_len, kv_len)
     q, k, v = (x.to(place.device) for x in qkv)
-    block_n = plan._tile.block_n
-    rows_per_tile = 16 * HEADS // KV_HEADS // min(plan._tile.block_m, 16 * HEADS // KV_HEADS)
-    assert plan.num_iterations == BATCH * KV_HEADS * rows_per_tile * (7 * 16 // block_n + 1)
+    tile = plan._tile
+    row_tiles = -(-16 * HEADS // KV_HEADS // tile.block_m)
+    iterations = sum(max(-(-count * 16 // tile.block_n), 1) for count in (1, 2, 0, 4))
+    assert plan.num_iterations == BATCH * KV_HEADS * row_tiles * iterations
     for blocks in (first, second, first):
         plan.update(blocks)
         got = plan.run(q, k, v, return_lse=True)

@@ -11,7 +11,7 @@ from evenshare.attention.sparse.blocks import BlockSparsity
 from evenshare.attention.tiles import TILE_COLUMNS, TileConfig, choose_tile
 from evenshare.device.target import Target
 
-MIN_BLOCK_N = 16  # the smallest mma
+MIN_WHOLE_BLOCK = 32  # keys; an iteration takes several smaller blocks at once and looks up each key's
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Heads:
 
 
 def choose_block_tile(problem: Problem, heads: Heads, block_size: tuple[int, int], target: Target) -> TileConfig:
-    """The portable kernel's tile for row blocks of so many rows, whose key blocks are multiples of an iteration if possible."""
+    """The portable kernel's tile for row blocks of so many rows; large key blocks are multiples of its iterations."""
     grouped = replace(problem, num_kv_heads=heads.groups)
     tile = choose_tile(grouped, block_size[0], interpreted=target.interpreted)
     whole = block_size[1] & -block_size[1]  # the largest power of 2 that divides it
-    return replace(tile, block_n=whole) if MIN_BLOCK_N <= whole < tile.block_n else tile
+    return replace(tile, block_n=whole) if MIN_WHOLE_BLOCK <= whole < tile.block_n else tile
 
 
 def row_tiles(

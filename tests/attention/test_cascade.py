@@ -150,6 +150,21 @@ def test_one_level_is_paged_attention(place: Place) -> None:
     assert_same(evenshare.cascade_attention(q, k, v, [level], return_lse=True, backend=place.backend), want, 1e-6)
 
 
+def test_fp8_keys(place: Place) -> None:
+    tree, (k, v) = Tree(), caches()
+    q = exact_random(sum(tree.qo_lens), HEADS, DIM).to(place.device, torch.float16)
+    codes = [x.to(place.device).to(torch.float8_e4m3fn) for x in (k, v)]
+    options: dict[str, Any] = {
+        "k_scale": 0.5,
+        "v_scale": torch.tensor([2.0, 0.25], device=place.device),
+        "return_lse": True,
+    }
+    options |= {"backend": place.backend}
+    rows = tree.qo_indptr.int().to(place.device)
+    want = evenshare.paged_attention(q, *codes, qo_indptr=rows, **tree.whole(place), **options)
+    assert_same(evenshare.cascade_attention(q, *codes, tree.levels(place), **options), want, 2e-2)
+
+
 def random_requests(generator: torch.Generator, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """block_table, kv_lens and qo_indptr of requests that often begin like their neighbour."""
     width = 6

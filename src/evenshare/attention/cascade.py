@@ -15,7 +15,7 @@ import torch
 
 from evenshare.attention.merge import merge_states
 from evenshare.attention.plan import AttentionPlan, plan_attention
-from evenshare.attention.problem import Problem, default_scale
+from evenshare.attention.problem import FP8, Problem, default_scale
 from evenshare.attention.tiles import choose_tile
 from evenshare.device.checks import check_is_tensor
 from evenshare.device.target import Target, select_target
@@ -161,7 +161,7 @@ class CascadePlan:
         return_lse: bool = False,
         **scales: Any,
     ) -> Any:
-        """Arguments and results of `AttentionPlan.run`: q [tokens, Hq, D] of at most max_q_rows tokens."""
+        """Arguments (q_scale, k_scale and v_scale too) and results of `AttentionPlan.run`, for at most max_q_rows tokens."""
         check_is_tensor(q=q)
         if q.dim() != 3 or q.shape[0] > self.max_q_rows:
             raise ValueError(
@@ -278,6 +278,8 @@ def cascade_attention(
     causal: bool = True,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     return_lse: bool = False,
     base: float = math.e,
     out: torch.Tensor | None = None,
@@ -286,7 +288,7 @@ def cascade_attention(
 ) -> Any:
     """Attention of a batch whose requests share some of their keys, without a plan of one's own: see `plan_cascade`.
 
-    q: [tokens, Hq, D]. k_cache, v_cache: as of `paged_attention`, 16-bit or fp32.
+    q: [tokens, Hq, D]. k_cache, v_cache: as of `paged_attention`; of float8_e4m3fn beside a 16-bit q, with k_scale and v_scale.
     Returns out [tokens, Hq, Dv], or (out, lse [tokens, Hq]) if `return_lse` or `lse` is given.
     """
     for name, tensor, dims in (("q", q, 3), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
@@ -308,9 +310,11 @@ def cascade_attention(
         logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale,
         dtype=q.dtype,
+        kv_dtype=FP8 if k_cache.dtype == FP8 else None,
         base=base,
         max_q_rows=q.shape[0],
         device=q.device,
         backend=backend,
     )
-    return plan.run(q, k_cache, v_cache, out=out, lse=lse, return_lse=return_lse)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return plan.run(q, k_cache, v_cache, out=out, lse=lse, return_lse=return_lse, **scales)

@@ -17,7 +17,7 @@ from evenshare.device import epilogue
 from evenshare.gemm.kernels import grouped as grouped_matmul
 from evenshare.gemm.kernels import hopper_grouped, hopper_matmul, matmul, row_tiles
 from evenshare.ops.kernels import append
-from evenshare.quant.kernels import dequantize, dequantize_weight, grouped, hopper_w4a16, w4a16
+from evenshare.quant.kernels import dequantize, dequantize_weight, grouped, hopper_few, hopper_w4a16, w4a16
 from evenshare.schedule.kernels import parts, shares
 
 if __package__:
@@ -31,6 +31,13 @@ else:  # beside the script that compiles them
     from sparse_specs import sparse_specs
     from variant_specs import variant_specs
 
+FORMS = {
+    "symmetric": dequantize.SYMMETRIC,
+    "zeros": dequantize.INTEGER_ZEROS,
+    "offsets": dequantize.FLOAT_OFFSETS,
+    "e2m1": dequantize.E2M1,
+    "nf4": dequantize.NF4,
+}
 # ptxas keeps a few registers on the stack around the calls that divide 64-bit integers, outside the loops.
 AROUND_CALLS = 8
 
@@ -54,7 +61,7 @@ class Spec:
     @property
     def wgmma(self) -> bool:
         """Whether sm_90 must use its warp-group instruction, which takes 64 rows."""
-        return self.tensor_cores and self.constants.get("BLOCK_M", 64) >= 64
+        return self.tensor_cores and self.constants.get("BLOCK_M", 64) >= 64 and "PAIR" not in self.constants
 
     def signature(self) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]]:
         """(types, constants, attributes) by argument, as the launch would specialise them. Raises ValueError for a wrong name."""
@@ -404,6 +411,43 @@ def dequantize_specs() -> Iterator[Spec]:
         )
 
 
+def hopper_few_specs() -> Iterator[Spec]:
+    """The 4-bit product of few tokens in Gluon."""
+    # dtype, tokens, groups of rows, turns on the way, turns, group, form, activation, known spills
+    cases = [
+        ("bf16", 1, 2, 1, 4, 128, "symmetric", None, 0),
+        ("fp16", 1, 2, 1, 2, 64, "zeros", "gelu", 0),
+        ("bf16", 8, 2, 1, 4, 128, "symmetric", "silu_and_multiply", 0),
+        ("bf16", 8, 1, 1, 2, 32, "offsets", None, 0),
+        ("fp16", 8, 1, 1, 2, 16, "zeros", None, 0),
+        ("bf16", 16, 2, 1, 2, 128, "symmetric", None, 0),
+        ("bf16", 1, 1, 1, 4, 32, "e2m1", None, 2),
+        ("bf16", 8, 1, 1, 4, 16, "e2m1", None, 0),
+        ("fp16", 16, 2, 1, 2, 64, "nf4", None, 0),
+    ]
+    for dtype, tokens, pair, depth, turns, group, form, activation, known_spills in cases:
+        constants: dict[str, Any] = {"GROUP_SIZE": group, "FORM": FORMS[form].value, "TOKENS": tokens, "PAIR": pair}
+        constants |= {"ACTIVATION": epilogue.get_activation(activation), "GATED": activation == "silu_and_multiply"}
+        constants |= {"DEPTH": depth, "TURNS": turns, "num_warps": 16, "residual_ptr": None}
+        types = pointers(dtype, "x", "scales", "zeros", "bias", "out") | pointers("i32", "words")
+        if form == "zeros":
+            types |= pointers("i16", "zeros")
+        elif form != "offsets":
+            del types["zeros_ptr"]
+            constants["zeros_ptr"] = None
+        yield Spec(
+            f"hopper few w4a16 {dtype} {tokens} g{group} {form} {activation or ''}".strip(),
+            hopper_few.w4a16_few,
+            constants,
+            types,
+            ones=("stride_out_n",),
+            num_warps=16,
+            tensor_cores=True,
+            known_spills=known_spills,
+            architectures=(90,),
+        )
+
+
 def hopper_w4a16_specs() -> Iterator[Spec]:
     """The 4-bit product in Gluon."""
     # dtype, tokens, strips, stages, group, form, activation, known spills
@@ -423,15 +467,13 @@ def hopper_w4a16_specs() -> Iterator[Spec]:
         ("bf16", 64, 2, 8, 16, "e2m1", None, 0),
         ("bf16", 128, 2, 5, 64, "nf4", None, 6),
     ]
-    forms = {"symmetric": dequantize.SYMMETRIC, "zeros": dequantize.INTEGER_ZEROS, "offsets": dequantize.FLOAT_OFFSETS,
-             "e2m1": dequantize.E2M1, "nf4": dequantize.NF4}  # fmt: skip
 
     def boxes(dtype: str, shape: list[int], width: int, bits: int) -> str:
         layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=len(shape))
         return f"tensordesc<{dtype}{shape},{layout!r}>"
 
     for dtype, block_m, strips, stages, group, form, activation, known_spills in cases:
-        constants: dict[str, Any] = {"GROUP_SIZE": group, "FORM": forms[form].value, "STRIPS": strips, "STAGES": stages}
+        constants: dict[str, Any] = {"GROUP_SIZE": group, "FORM": FORMS[form].value, "STRIPS": strips, "STAGES": stages}
         constants |= {"ACTIVATION": epilogue.get_activation(activation), "GATED": activation == "silu_and_multiply"}
         constants |= {"BLOCK_M": block_m, "num_warps": 4}
         types = pointers(dtype, "bias", "residual", "out") | pointers("fp32", "partials") | pointers("i32", "counters")
@@ -746,6 +788,7 @@ def all_specs() -> list[Spec]:
         *w4a16_specs(),
         *grouped_specs(),
         *dequantize_specs(),
+        *hopper_few_specs(),
         *hopper_w4a16_specs(),
         *grouped_matmul_specs(),
         *hopper_grouped_specs(),

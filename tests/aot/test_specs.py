@@ -33,7 +33,17 @@ DEVICE_FUNCTIONS |= {
     "merge",
 }
 DEVICE_FUNCTIONS |= {"join", "merge_tile", "with_sink", "store_rows"}
-DEVICE_FUNCTIONS |= {"integers", "looked_up", "as_pair", "as_operand", "parts_of", "zeros_of"}
+DEVICE_FUNCTIONS |= {
+    "integers",
+    "looked_up",
+    "as_pair",
+    "as_batch",
+    "as_operand",
+    "store_rows",
+    "subnormals",
+    "parts_of",
+    "zeros_of",
+}
 DEVICE_MODULES = {f"evenshare.ops.kernels.sampling_{name}" for name in ("rows", "search")}  # that hold nothing else
 BLOCKS = ("BLOCK_M", "BLOCK_N", "BLOCK_K")
 

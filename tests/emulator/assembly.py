@@ -40,6 +40,12 @@ def _codes_text(magic: int, kind: str) -> str:
     return f"{{ .reg .b32 t0, t1, t2, t3, s1, s2, s3; {shifts} {picks} {subtractions} {moves} }}"
 
 
+def _subnormals(words: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """int32 words of eight codes -> those of the nibbles 0, 4, 1, 5, 2, 6, 3, 7 as float16 of these bits, odd ones shifted by 4."""
+    codes = [(words >> 4 * nibble & 15) << (4 * (nibble % 2)) for nibble in (0, 4, 1, 5, 2, 6, 3, 7)]
+    return tuple(code.to(torch.int16).view(torch.float16) for code in codes)
+
+
 def _look_up(words: torch.Tensor, *tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """int32 words of eight codes and a table's low and high bytes, four words of each -> int16 numbers, nibble by nibble."""
     table = torch.stack([entry.flatten()[0] for entry in tables]).view(torch.uint8).to(torch.int32)
@@ -68,6 +74,9 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     _codes_text(0x4300, "bf16x2"): _codes(torch.bfloat16, 128),
     _codes_text(0x6400, "f16x2"): _codes(torch.float16, 1024),
     _LOOK_UP_TEXT: _look_up,
+    "{ .reg .b32 s, t0, t1, t2, t3; shr.u32 s, $8, 8; and.b32 t0, $8, 0x000F000F; and.b32 t1, $8, 0x00F000F0; "
+    "and.b32 t2, s, 0x000F000F; and.b32 t3, s, 0x00F000F0; mov.b32 {$0, $1}, t0; mov.b32 {$2, $3}, t1; "
+    "mov.b32 {$4, $5}, t2; mov.b32 {$6, $7}, t3; }": _subnormals,
     "{ .reg .b32 t; .reg .b16 low, high; prmt.b32 t, $2, 0, 0x3120; mov.b32 {low, high}, t; "
     "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }": _widen_fp8,
 }

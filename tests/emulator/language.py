@@ -285,7 +285,7 @@ def _split(value: Tensor) -> tuple[Tensor, Tensor]:
 FUNCTIONS: dict[str, Any] = {
     "program_id": lambda axis: Scalar(_machine().program[axis]),
     "static_range": lambda *bounds: range(*(int(b) for b in bounds)),
-    "load": lambda pointer, mask=None, other=None: pointer.load(mask, other),
+    "load": lambda pointer, mask=None, other=None, eviction_policy=None: pointer.load(mask, other),
     "store": _store,
     "atomic_add": _atomic(lambda old, value: old + value),
     "atomic_or": _atomic(lambda old, value: old | value),
@@ -322,6 +322,8 @@ FUNCTIONS: dict[str, Any] = {
     "warpgroup_mma_wait": _warpgroup_mma_wait,
     "globaltimer": _tick,
     "smid": lambda: Scalar(0),
+    "gdc_wait": lambda: None,
+    "gdc_launch_dependents": lambda: None,
 }  # fmt: skip
 
 
@@ -393,7 +395,7 @@ class Emulated:
         self.function = _emulate(kernel.fn)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+        def launch(*arguments: Any, num_warps: int = 4, launch_pdl: bool = False, **constants: Any) -> None:
             names = self.function.__code__.co_varnames[: self.function.__code__.co_argcount]
             if "num_warps" in names:
                 constants["num_warps"] = num_warps

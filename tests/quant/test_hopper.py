@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from evenshare.device.target import Target
-from evenshare.quant import QuantizedWeight, hopper, launch, quantize
+from evenshare.quant import QuantizedWeight, hopper, hopper_few, launch, quantize
 from evenshare.quant.encodings import CODEBOOKS
+from evenshare.quant.kernels import hopper_few as few_kernels
 from evenshare.quant.kernels import hopper_w4a16
 from tests.emulator import Emulated
 
@@ -32,6 +33,7 @@ def _place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             yield
         return
     monkeypatch.setattr(hopper_w4a16, "w4a16", Emulated(hopper_w4a16.w4a16))
+    monkeypatch.setattr(few_kernels, "w4a16_few", Emulated(few_kernels.w4a16_few))
     monkeypatch.setattr(Emulated, "seeds", itertools.count(zlib.crc32(request.node.name.encode())))
     yield
 
@@ -64,7 +66,7 @@ def product(
     out = wide[1:-1, 1:-2]
     assert hopper.refusal(x.dtype, weight, target(num_sms)) is None
     hopper.matmul(x, weight, bias, activation, residual, out, target(num_sms))
-    assert int((~wide.isnan()).sum()) == out.numel(), "written outside"
+    assert wide.isnan().sum() >= wide.numel() - out.numel(), "written outside"
     return out
 
 
@@ -97,6 +99,33 @@ def test_groups_and_forms(group_size: int, form: str) -> None:
 def test_scales_of_another_dtype(form: str, scale_dtype: torch.dtype) -> None:
     for m, dtype in ((3, BF16), (20, FP16)):
         check(torch.randn(m, 256).to(dtype), random_weight(140, 256, 32, form, scale_dtype))
+
+
+@pytest.mark.parametrize("form", ["symmetric", "integer", "float", *CODEBOOKS])
+def test_few_tokens_in_tiles_of_many_rows(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """The kernel that cuts k, which takes few tokens where x does not fit shared memory."""
+    monkeypatch.setattr(hopper_few, "make_tile", lambda m, geometry: None)
+    for m, group_size, activation in ((1, 128, None), (8, 16, "silu_and_multiply"), (9, 32, None), (16, -1, "gelu")):
+        dtype = FP16 if m == 9 else BF16
+        check(torch.randn(m, 512).to(dtype), random_weight(300, 512, group_size, form, dtype), activation)
+
+
+@pytest.mark.parametrize("form", ["symmetric", "float", "nf4"])
+def test_magnitudes_of_x(form: str) -> None:
+    """bfloat16 beyond what float16 holds, in steps of different size, and beside zeros; an infinity or NaN spoils its token."""
+    weight = random_weight(100, 1024, 64, form)
+    for m in (1, 5):
+        for power in (-90, -30, 30, 100):
+            check((torch.randn(m, 1024) * 2.0**power).to(BF16), weight)
+        steps = 2.0 ** torch.linspace(-60, 60, 1024).round()
+        check((torch.randn(m, 1024) * steps).to(BF16), weight)
+        check(torch.zeros(m, 1024).to(BF16), weight)
+    x = torch.randn(3, 1024).to(BF16)
+    x[0, 70], x[2, 3] = torch.inf, torch.nan
+    got = product(x, weight)
+    assert not got[[0, 2]].isfinite().any()
+    want = x[1:2].double() @ weight.dequantize(torch.float64).T
+    torch.testing.assert_close(got[1:2].double(), want, rtol=2e-2, atol=2e-1)
 
 
 @pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 33, 64, 65, 200])

@@ -191,6 +191,12 @@ def matmul(
     if weight.permutation is not None:
         x = weight.gather(x)
     x = for_tma(x)
+    from evenshare.quant import hopper_few
+
+    few = hopper_few.make_tile(x.shape[0], packed.geometry)
+    if few is not None:
+        hopper_few.matmul(few, x, packed, weight.n, bias, activation, residual, out, target.num_sms)
+        return
     m, n_out = out.shape
     plan = plan_matmul(m, weight.n, packed.geometry, target.num_sms)
     strides = (x.stride(0), *out.stride(), *((0, 0) if residual is None else residual.stride()))
@@ -264,6 +270,7 @@ def _bind(
         BLOCK_M=tile.block_m,
         STAGES=tile.num_stages,
         num_warps=4,
+        launch_pdl=True,
     )
     static = (
         m,

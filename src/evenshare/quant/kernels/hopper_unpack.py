@@ -7,6 +7,10 @@ from evenshare.quant import encodings
 from evenshare.quant.encodings import byte_tables
 from evenshare.quant.kernels.dequantize import E2M1
 
+STEP = gl.constexpr(128)  # columns of W
+BLOCK = gl.constexpr(64)  # columns of W in one load, of x in one panel of 128 bytes
+STRIP = gl.constexpr(64)  # rows of W that lie together: four warps'
+MIDDLE = gl.constexpr(8)
 E2M1_BFLOAT16, E2M1_FLOAT16 = (gl.constexpr(byte_tables(encodings.E2M1, wide)) for wide in (True, False))
 NF4_BFLOAT16, NF4_FLOAT16 = (gl.constexpr(byte_tables(encodings.NF4, wide)) for wide in (True, False))
 
@@ -74,6 +78,31 @@ def integers(words, upper, lower, element: gl.constexpr):
 
 
 @gluon.jit
+def subnormals(words):
+    """int32 words of eight codes -> four pairs of float16 in the order of an operand's registers, without their zeros:
+    2^-24 of a code in rows 0 to 7, 2^-20 in rows 8 to 15."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 s, t0, t1, t2, t3;
+        shr.u32 s, $8, 8;
+        and.b32 t0, $8, 0x000F000F;
+        and.b32 t1, $8, 0x00F000F0;
+        and.b32 t2, s, 0x000F000F;
+        and.b32 t3, s, 0x00F000F0;
+        mov.b32 {$0, $1}, t0;
+        mov.b32 {$2, $3}, t1;
+        mov.b32 {$4, $5}, t2;
+        mov.b32 {$6, $7}, t3;
+        }""",
+        "=h,=h,=h,=h,=h,=h,=h,=h,r",
+        [words],
+        (gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
+        True,
+        1,
+    )
+
+
+@gluon.jit
 def looked_up(words, element: gl.constexpr, FORM: gl.constexpr):
     """int32 words of eight codes -> their numbers in a table, in pairs as `integers`; here neighbours are one.
 
@@ -134,13 +163,24 @@ def as_pair(zero, element: gl.constexpr):
 
 
 @gluon.jit
-def as_operand(numbers, operand: gl.constexpr):
-    """Numbers of [warps, 8, 4, steps of 16 columns] words -> [16 warps, columns]: the left operand, every register where it is."""
+def as_batch(numbers, operand: gl.constexpr):
+    """Numbers of [warps, 8, 4, steps of 16 columns] words -> [warps, 16, columns]: left operands, every register where it is."""
     a0, a1, b0, b1, c0, c1, d0, d1 = numbers
     top = gl.join(gl.join(a0, a1), gl.join(c0, c1))  # rows 0 to 7 of the warp's 16; then pair, half of the 16 columns
     bottom = gl.join(gl.join(b0, b1), gl.join(d0, d1))
     both = gl.join(top, bottom)  # [warp, row, quad, step, pair, half, upper or lower]
     both = gl.permute(both, [0, 6, 1, 3, 5, 2, 4])
+    both = gl.reshape(both, [a0.shape[0], 16, 16 * a0.shape[3]])
+    return gl.convert_layout(both, operand, assert_trivial=True)
+
+
+@gluon.jit
+def as_operand(numbers, operand: gl.constexpr):
+    """As `as_batch`, one operand of all warps' rows, [16 warps, columns]."""
+    a0, a1, b0, b1, c0, c1, d0, d1 = numbers
+    top = gl.join(gl.join(a0, a1), gl.join(c0, c1))
+    bottom = gl.join(gl.join(b0, b1), gl.join(d0, d1))
+    both = gl.permute(gl.join(top, bottom), [0, 6, 1, 3, 5, 2, 4])
     both = gl.reshape(both, [16 * a0.shape[0], 16 * a0.shape[3]])
     return gl.convert_layout(both, operand, assert_trivial=True)
 
@@ -164,8 +204,8 @@ def parts_of(words, PARTS: gl.constexpr):
 
 @gluon.jit
 def zeros_of(zeros, words, element: gl.constexpr):
-    """Zero points [rows] -> (those of the upper and of the lower rows) beside each of `words`."""
-    by_warp = gl.permute(gl.reshape(zeros.to(gl.int32), [4, 2, 8]), [0, 2, 1])
+    """Zero points of 16 rows a warp -> (those of the upper and of the lower rows) beside each of `words`."""
+    by_warp = gl.permute(gl.reshape(zeros.to(gl.int32), [words.shape[0], 2, 8]), [0, 2, 1])
     upper, lower = gl.split(by_warp)
     beside: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, words.type.layout))
     upper = gl.convert_layout(as_pair(upper, element), beside, assert_trivial=True)

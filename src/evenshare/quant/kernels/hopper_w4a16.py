@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from evenshare.device.gluon import barrier, halves
 from evenshare.device.segments import (
@@ -29,13 +30,21 @@ from evenshare.device.segments import (
     slot_of_contributor,
 )
 from evenshare.quant.kernels.dequantize import E2M1, FLOAT_OFFSETS, INTEGER_ZEROS, NF4
-from evenshare.quant.kernels.hopper_unpack import as_operand, as_pair, integers, looked_up, parts_of, zeros_of
+from evenshare.quant.kernels.hopper_store import store_rows
+from evenshare.quant.kernels.hopper_unpack import (
+    BLOCK,
+    MIDDLE,
+    STEP,
+    STRIP,
+    as_operand,
+    as_pair,
+    integers,
+    looked_up,
+    parts_of,
+    zeros_of,
+)
 
-STEP = gl.constexpr(128)  # columns of W
-BLOCK = gl.constexpr(64)  # columns of W in one load, of x in one panel of 128 bytes
-STRIP = gl.constexpr(64)  # rows of W that lie together: four warps'
 PIECES = gl.constexpr(8)  # of a tile's scales: a swizzle repeats after 8
-MIDDLE = gl.constexpr(8)
 MOST_TOKENS = gl.constexpr(128)  # of a tile
 
 
@@ -151,36 +160,6 @@ def _merge(offsets, partials_ptr, first, last, first_slot, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _store(out_ptr, bias_ptr, residual_ptr, acc, strip, token, m, n, stride_out_m, stride_out_n, stride_residual_m, stride_residual_n,
-           ACTIVATION: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
-    """As `device.epilogue.store_tile`, transposed. Of a gated weight each 16 rows are 8 of the gate and the 8 of up that belong to them."""
-    if bias_ptr is not None:
-        rows = strip * acc.shape[0] + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
-        if GATED:
-            rows = rows // 16 * 8 + rows % 8 + (rows // 8 % 2) * n
-            acc += gl.load(bias_ptr + rows, mask=rows < 2 * n, other=0.0).to(gl.float32).expand_dims(1)
-        else:
-            acc += gl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(gl.float32).expand_dims(1)
-    if GATED:
-        halves = gl.permute(gl.reshape(acc, [acc.shape[0] // 16, 2, 8, acc.shape[1]]), [0, 2, 3, 1])
-        gate, up = gl.split(halves)
-        y = gl.reshape(ACTIVATION(gate) * up, [acc.shape[0] // 2, acc.shape[1]])
-    else:
-        y = ACTIVATION(acc)
-    layout: gl.constexpr = y.type.layout
-    at = strip * y.shape[0] + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, layout))
-    tokens = token + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, layout))
-    mask = (at < n).expand_dims(1) & (tokens < m).expand_dims(0)
-    at = at.to(gl.int64).expand_dims(1)
-    tokens = tokens.to(gl.int64).expand_dims(0)
-    if residual_ptr is not None:
-        y += gl.load(residual_ptr + tokens * stride_residual_m + at * stride_residual_n, mask=mask, other=0.0).to(
-            gl.float32
-        )
-    gl.store(out_ptr + tokens * stride_out_m + at * stride_out_n, y.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@gluon.jit
 def _add_part(at: gl.constexpr, words, x_buf, scale_buf, zero_buf, acc, sums, x_sums, ones, number: gl.constexpr,
               by_piece: gl.constexpr, layout: gl.constexpr, operand: gl.constexpr, GROUP_SIZE: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
     """Part `at` of a step, of a group's columns or 64, multiplied by x; the group's sums are scaled and added to acc after its last one."""
@@ -287,16 +266,16 @@ def _consume(number: gl.constexpr, bias_ptr, residual_ptr, out_ptr, partials_ptr
                 )
         if complete:
             token = (current - tile_n * tiles_m) * BLOCK_M
-            strip = tile_n * STRIPS + number
+            row = (tile_n * STRIPS + number) * STRIP
             if BLOCK_M == MOST_TOKENS:
                 left, right = halves(acc)
-                _store(out_ptr, bias_ptr, residual_ptr, left, strip, token, m, n, stride_out_m, stride_out_n,
-                       stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
-                _store(out_ptr, bias_ptr, residual_ptr, right, strip, token + BLOCK_M // 2, m, n, stride_out_m, stride_out_n,
-                       stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
+                store_rows(out_ptr, bias_ptr, residual_ptr, left, row, None, token, m, n, stride_out_m, stride_out_n,
+                           stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
+                store_rows(out_ptr, bias_ptr, residual_ptr, right, row, None, token + BLOCK_M // 2, m, n, stride_out_m, stride_out_n,
+                           stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
             else:
-                _store(out_ptr, bias_ptr, residual_ptr, acc, strip, token, m, n, stride_out_m, stride_out_n,
-                       stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
+                store_rows(out_ptr, bias_ptr, residual_ptr, acc, row, None, token, m, n, stride_out_m, stride_out_n,
+                           stride_residual_m, stride_residual_n, ACTIVATION, GATED)  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -336,6 +315,8 @@ def w4a16(x, words, scales, zeros, bias_ptr, residual_ptr, out_ptr, partials_ptr
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=STRIPS)
     fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()  # the kernel before, which may write x or use the same workspace, ends here
     worker = gl.program_id(0)
     tiles_m = (m + BLOCK_M - 1) // BLOCK_M
     tail = (num_tiles - num_whole) * iters_per_tile

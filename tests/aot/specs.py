@@ -637,6 +637,7 @@ def decode_specs() -> Iterator[Spec]:
         ("fp16", 64, 64, 32, 128, 6, 128, {"PAGE_SIZE": 256, "HAS_SOFT_CAP": True}),
         ("fp16", 72, 72, 8, 64, 6, 0, {"PAGE_SIZE": 24, "GROUP": 7, "HAS_SOFT_CAP": True}),
         ("bf16", 256, 256, 8, 64, 3, 16, {}),
+        ("bf16", 128, 128, 8, 64, 6, 0, {"PAGE_SIZE": 0}),  # no request has a key: TMA takes no empty tensor
         ("bf16", 256, 256, 16, 64, 3, 0, {"PAGE_SIZE": 1, "HAS_WINDOW": True}),
         ("bf16", 192, 128, 16, 64, 3, 16, {"CAUSAL": False}),
     ]

@@ -21,11 +21,20 @@ from tests.aot import specs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Called by kernels of other files, never launched.
-DEVICE_FUNCTIONS = {"request_bounds", "store_segment", "clear_segments", "dequantize", "accumulate"}
+DEVICE_FUNCTIONS = {
+    "load_tile",
+    "load_tile_id",
+    "readable_len",
+    "key_rows",
+    "pieces",
+    "row_index",
+    "valid_rows",
+    "produce",
+}
+DEVICE_FUNCTIONS |= {"request_bounds", "store_segment", "clear_segments", "dequantize", "accumulate"}
 DEVICE_FUNCTIONS |= {
     "tile_coordinates",
     "coordinates",
-    "next_stage",
     "stage_before",
     "parts_of_64",
     "store_columns",

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from evenshare import plan_attention
 from tests.attention import test_fp8 as fp8
 from tests.attention.cases import Case, check
 from tests.attention.emulated import emulate_hopper
-from tests.attention.helpers import Place
+from tests.attention.helpers import Place, int32
 
 # Several queries and one, no query, no key; ends inside tiles of 128 rows and blocks of 64 and 128 keys.
 PREFILL = Case((1, 90, 0, 70), (300, 150, 40, 0), (4, 2))
@@ -54,6 +55,24 @@ def test_layouts(hopper: Place, case: Case, layout: str) -> None:
 def test_masks_and_dims(hopper: Place, case: Case, mask: str) -> None:
     for layout in ("pages of 16", "pages of 3"):
         check(replace(case, **LAYOUTS[layout] | MASKS[mask]), hopper)
+
+
+@pytest.mark.parametrize("qo_len", [1, 70])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_a_cache_without_a_key(hopper: Place, page_size: int | None, qo_len: int) -> None:
+    """TMA takes no tensor of no elements."""
+    q = torch.randn(2 * qo_len, 4, 64, dtype=torch.bfloat16)
+    keys = q.new_empty(0, 2, 64) if page_size is None else q.new_empty(0, page_size, 2, 64)
+    pages = {} if page_size is None else {"kv_indices": int32([]), "last_page_len": int32([0, 0])}
+    plan = plan_attention(
+        qo_indptr=int32([0, qo_len, 2 * qo_len]), kv_indptr=int32([0, 0, 0]), page_size=page_size, num_qo_heads=4, num_kv_heads=2,
+        head_dim=64, dtype=q.dtype, device=hopper.device, backend=hopper.backend, **pages,
+    )  # fmt: skip
+    out, lse = plan.run(q, keys, keys, return_lse=True)
+    assert plan._executor.tile.kernel == ("hopper_prefill" if qo_len > 1 else "hopper_decode")
+    assert not out.any()
+    assert torch.isneginf(lse).all()
+    plan.check()
 
 
 @pytest.mark.parametrize("lens", [((1, 90, 0, 70), (300, 150, 40, 0)), ((1, 2, 0, 1, 4), (700, 130, 40, 0, 3))])

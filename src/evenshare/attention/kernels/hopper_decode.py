@@ -19,25 +19,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from evenshare.attention.kernels.hopper_prefill import (
-    _key_rows,
-    _load_tile,
-    _load_tile_id,
-    _next,
-    _pieces,
-    _readable_len,
-    _row_index,
-    _valid_rows,
+from evenshare.attention.kernels.hopper_common import (
+    BAD_INDEX,
+    LOG2E,
+    NEG_INF,
+    PANEL,
+    POS_INF,
+    SEGMENT_COLUMNS,
+    key_rows,
+    load_tile,
+    load_tile_id,
+    pieces,
+    readable_len,
+    row_index,
+    valid_rows,
 )
 from evenshare.device.clock import END, KEYS, MERGE, START, record
-from evenshare.device.gluon import barrier
+from evenshare.device.gluon import barrier, next_stage
 
-SEGMENT_COLUMNS = gl.constexpr(8)  # schedule.plan
-BAD_INDEX = gl.constexpr(8)  # schedule.plan.Status
-NEG_INF = gl.constexpr(float("-inf"))
-POS_INF = gl.constexpr(float("inf"))
-LOG2E = gl.constexpr(1.4426950408889634)
-PANEL = gl.constexpr(64)  # dims of a TMA box: 128 bytes, the widest swizzle
 FLAGS = gl.constexpr(16)  # segments that the producer may be ahead, and more
 WINDOW = gl.constexpr(32)  # page ids that the producer's warp holds, one a lane
 
@@ -71,14 +70,14 @@ def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr
     tma.async_copy_global_to_shared(v_desc, [-1, 0, 0, 0], warm, v_bufs.index(0).slice(0, BOX, 0))
     segment_begin = gl.load(worker_indptr_ptr + worker)
     segment_end = gl.load(worker_indptr_ptr + worker + 1)
-    tile = _load_tile_id(segments_ptr, segment_begin, segment_end)
+    tile = load_tile_id(segments_ptr, segment_begin, segment_end)
     mbarrier.wait(warm, 0)
     for segment in range(segment_begin, segment_end):
-        kv_head, _q, _l, _r, kv_start, kv_len, end, num_blocks = _load_tile(
+        kv_head, _q, _l, _r, kv_start, kv_len, end, num_blocks = load_tile(
             segments_ptr, tiles_ptr, segment, tile, heads_per_row
         )
-        tile = _load_tile_id(segments_ptr, segment + 1, segment_end)
-        readable = _readable_len(kv_start, kv_len, num_pages, num_indices, PAGE_SIZE, DENSE)
+        tile = load_tile_id(segments_ptr, segment + 1, segment_end)
+        readable = readable_len(kv_start, kv_len, num_pages, num_indices, PAGE_SIZE, DENSE)
         key = (end - num_blocks) * BLOCK_N
         if PAGE_SIZE > 0:
             base = key // PAGE_SIZE
@@ -129,7 +128,7 @@ def _produce_tma(k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, segments_ptr
                     tma.async_copy_global_to_shared(
                         v_desc, [pages[b], kv_head, token, c * PANEL], v_full.index(stage), box
                     )
-            stage, phase = _next(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
             key += BLOCK_N
             if PAGE_SIZE > 0:
                 # A block's pages lie in one window: their number divides 32, and the first window begins with a block.
@@ -181,15 +180,15 @@ def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_pt
     phase = 1
     segment_begin = gl.load(worker_indptr_ptr + worker)
     segment_end = gl.load(worker_indptr_ptr + worker + 1)
-    tile = _load_tile_id(segments_ptr, segment_begin, segment_end)
+    tile = load_tile_id(segments_ptr, segment_begin, segment_end)
     for segment in range(segment_begin, segment_end):
-        kv_head, _q, _l, _r, kv_start, kv_len, end, num_blocks = _load_tile(
+        kv_head, _q, _l, _r, kv_start, kv_len, end, num_blocks = load_tile(
             segments_ptr, tiles_ptr, segment, tile, heads_per_row
         )
-        tile = _load_tile_id(segments_ptr, segment + 1, segment_end)
-        readable = _readable_len(kv_start, kv_len, num_pages, num_indices, PAGE_SIZE, DENSE)
-        k_head = k_ptr + kv_head.to(gl.int64) * _pieces(stride_k_head, PIECE)
-        v_head = v_ptr + kv_head.to(gl.int64) * _pieces(stride_v_head, PIECE)
+        tile = load_tile_id(segments_ptr, segment + 1, segment_end)
+        readable = readable_len(kv_start, kv_len, num_pages, num_indices, PAGE_SIZE, DENSE)
+        k_head = k_ptr + kv_head.to(gl.int64) * pieces(stride_k_head, PIECE)
+        v_head = v_ptr + kv_head.to(gl.int64) * pieces(stride_v_head, PIECE)
         bad = gl.full([BLOCK_N], 0, gl.int32, index) | (readable < kv_len).to(gl.int32)
         key = (end - num_blocks) * BLOCK_N
         if PAGE_SIZE > 0:
@@ -202,37 +201,17 @@ def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_pt
                 ids = next_ids
                 next_ids = _load_pages(kv_indices_ptr, n + 2 * BLOCK_N, kv_start, readable, PAGE_SIZE)
                 rows, valid, wrong = _page_rows(
-                    page, n, kv_len, num_pages, _pieces(stride_k_page, PIECE), _pieces(stride_k_token, PIECE), PAGE_SIZE
+                    page, n, kv_len, num_pages, pieces(stride_k_page, PIECE), pieces(stride_k_token, PIECE), PAGE_SIZE
                 )
                 rows_v, _v, _w = _page_rows(
-                    page, n, kv_len, num_pages, _pieces(stride_v_page, PIECE), _pieces(stride_v_token, PIECE), PAGE_SIZE
+                    page, n, kv_len, num_pages, pieces(stride_v_page, PIECE), pieces(stride_v_token, PIECE), PAGE_SIZE
                 )
                 bad |= wrong
             else:
-                rows, valid, _w = _key_rows(
-                    kv_indices_ptr,
-                    n,
-                    kv_start,
-                    kv_len,
-                    readable,
-                    num_pages,
-                    _pieces(stride_k_page, PIECE),
-                    _pieces(stride_k_token, PIECE),
-                    PAGE_SIZE,
-                    DENSE,
-                )
-                rows_v, _v, _w = _key_rows(
-                    kv_indices_ptr,
-                    n,
-                    kv_start,
-                    kv_len,
-                    readable,
-                    num_pages,
-                    _pieces(stride_v_page, PIECE),
-                    _pieces(stride_v_token, PIECE),
-                    PAGE_SIZE,
-                    DENSE,
-                )
+                rows, valid = key_rows(n, n, kv_start, readable, pieces(stride_k_page, PIECE), pieces(stride_k_token, PIECE),
+                                       PAGE_SIZE, DENSE)  # fmt: skip
+                rows_v, _v = key_rows(n, n, kv_start, readable, pieces(stride_v_page, PIECE), pieces(stride_v_token, PIECE),
+                                      PAGE_SIZE, DENSE)  # fmt: skip
             mbarrier.wait(k_empty.index(stage), phase)
             if i == num_blocks - 1:
                 one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -242,12 +221,12 @@ def _produce_gather(k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segments_pt
             rows_v = gl.convert_layout(rows_v, index_v)
             valid = gl.convert_layout(valid, index_v)
             _copy_rows(v_bufs.index(stage), v_full.index(stage), v_head, rows_v, valid, HEAD_DIM_V, BLOCK_DV, layout_v)
-            stage, phase = _next(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
             key += BLOCK_N
 
 
 @gluon.jit
-def _produce(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+def produce(k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
              heads_per_row, num_pages, num_indices, stride_k_page, stride_k_token, stride_k_head,
              stride_v_page, stride_v_token, stride_v_head,
              k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, warm, flags,
@@ -272,10 +251,10 @@ def _fetch_q(q_ptr, q_buf, kv_head, q_start, qo_len, row_begin, num_q_starts, nu
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
-    token, head = _row_index(row_begin, rows, GROUP)
-    valid = _valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
-    offsets = q_start.to(gl.int64) * _pieces(stride_start) + kv_head.to(gl.int64) * (GROUP * _pieces(stride_head))
-    offsets += token.to(gl.int64) * _pieces(stride_token) + head.to(gl.int64) * _pieces(stride_head)
+    token, head = row_index(row_begin, rows, GROUP)
+    valid = valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
+    offsets = q_start.to(gl.int64) * pieces(stride_start) + kv_head.to(gl.int64) * (GROUP * pieces(stride_head))
+    offsets += token.to(gl.int64) * pieces(stride_token) + head.to(gl.int64) * pieces(stride_head)
     mask = valid.expand_dims(1) & (d < HEAD_DIM).expand_dims(0)
     async_copy.async_copy_global_to_shared(q_buf, q_ptr + offsets.expand_dims(1) + d.expand_dims(0), mask=mask)
     async_copy.commit_group()
@@ -383,12 +362,12 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
     segment_begin = gl.load(worker_indptr_ptr + worker)
     segment_end = gl.load(worker_indptr_ptr + worker + 1)
     # What the next segment needs is loaded while this one runs: its tile's id two segments ahead, its row of q one ahead.
-    tile = _load_tile_id(segments_ptr, segment_begin, segment_end)
+    tile = load_tile_id(segments_ptr, segment_begin, segment_end)
     last_segment = gl.maximum(segment_end - 1, 0)
-    kv_head, q_start, qo_len, row_begin, _start, kv_len, end, _blocks = _load_tile(
+    kv_head, q_start, qo_len, row_begin, _start, kv_len, end, _blocks = load_tile(
         segments_ptr, tiles_ptr, gl.minimum(segment_begin, last_segment), tile, heads_per_row
     )
-    next_tile = _load_tile_id(segments_ptr, segment_begin + 1, segment_end)
+    next_tile = load_tile_id(segments_ptr, segment_begin + 1, segment_end)
     _fetch_q(q_ptr, q_bufs.index(0), kv_head, q_start, qo_len, row_begin, num_q_starts, num_q_tokens,
              stride_q_start, stride_q_token, stride_q_head, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D, DENSE)  # fmt: skip
     stage = 0
@@ -396,10 +375,10 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
     parity = 0
     for segment in range(segment_begin, segment_end):
         record(times_ptr, segment, START)
-        next_head, next_start, next_len, next_row, _start, next_kv_len, next_end, _blocks = _load_tile(
+        next_head, next_start, next_len, next_row, _start, next_kv_len, next_end, _blocks = load_tile(
             segments_ptr, tiles_ptr, gl.minimum(segment + 1, last_segment), next_tile, heads_per_row
         )
-        next_tile = _load_tile_id(segments_ptr, segment + 2, segment_end)
+        next_tile = load_tile_id(segments_ptr, segment + 2, segment_end)
         row = segments_ptr + segment.to(gl.int64) * SEGMENT_COLUMNS
         # Not carried from the segment before: Triton drops a loop-carried value that only bounds inner loops.
         num_blocks = gl.load(row + 2) - gl.load(row + 1)
@@ -407,7 +386,7 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
         slot_begin = gl.load(row + 4)
         num_slots = gl.load(row + 5)
         counter = gl.load(row + 6)
-        token, head = _row_index(row_begin, rows, GROUP)
+        token, head = row_index(row_begin, rows, GROUP)
         last_key = kv_len - qo_len + token  # bottom-right aligned
         if CAUSAL:
             last = gl.minimum(last_key, kv_len - 1)
@@ -446,17 +425,17 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
         # Scores of the next block, while the values of the block before, whose probabilities are in p_buf, are summed.
         for _ in range(1, num_blocks):
             key += BLOCK_N
-            next_stage, next_phase = _next(stage, phase, STAGES)
-            mbarrier.wait(k_full.index(next_stage), next_phase)
+            key_stage, key_phase = next_stage(stage, phase, STAGES)
+            mbarrier.wait(k_full.index(key_stage), key_phase)
             if GATHER:
                 fence_async_shared()
-            s_token = warpgroup_mma(k_bufs.index(next_stage), q, no_scores, use_acc=False, is_async=True)
+            s_token = warpgroup_mma(k_bufs.index(key_stage), q, no_scores, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(stage), phase)
             if GATHER:
                 fence_async_shared()
             o_token = warpgroup_mma(v_bufs.index(stage).permute([1, 0]), p_buf.permute([1, 0]), acc, is_async=True)
             s = warpgroup_mma_wait(1, (s_token,))
-            mbarrier.arrive(k_empty.index(next_stage), count=1)
+            mbarrier.arrive(k_empty.index(key_stage), count=1)
             p, peak, sums, factor = _softmax(
                 s, peak, sums, key, last, first_seen, score_scale, cap_log2e, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_N, scores
             )
@@ -466,8 +445,8 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
             p_buf.permute([1, 0]).store(p.to(element))
             fence_async_shared()
             barrier()
-            stage = next_stage
-            phase = next_phase
+            stage = key_stage
+            phase = key_phase
         mbarrier.wait(v_full.index(stage), phase)
         if not GATHER:
             if key + BLOCK_N > kv_len:
@@ -479,7 +458,7 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
         o_token = warpgroup_mma(v_bufs.index(stage).permute([1, 0]), p_buf.permute([1, 0]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, (o_token,))
         mbarrier.arrive(v_empty.index(stage), count=1)
-        stage, phase = _next(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
 
         one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         is_bad = gl.max(flags.index((segment - segment_begin) % FLAGS).load(one), 0) > 0
@@ -508,7 +487,7 @@ def _consume(q_ptr, out_ptr, lse_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr
                     partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, rows, dims, BLOCK_M, BLOCK_DV, output
                 )
         if finished:
-            valid = _valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
+            valid = valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
             offsets = q_start.to(gl.int64) * stride_o_start + kv_head.to(gl.int64) * (GROUP * stride_o_head)
             offsets += token.to(gl.int64) * stride_o_token + head.to(gl.int64) * stride_o_head
             mask = valid.expand_dims(0) & (dims < HEAD_DIM_V).expand_dims(1)
@@ -573,7 +552,7 @@ def decode(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, seg
                         q_bufs, p_buf, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, flags,
                         GROUP, HEAD_DIM, HEAD_DIM_V, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
                         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES)),
-            (_produce, (k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+            (produce, (k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
                         heads_per_row, num_pages, num_indices, stride_k_page, stride_k_token, stride_k_head,
                         stride_v_page, stride_v_token, stride_v_head,
                         k_panels, v_panels, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, warm, flags,

@@ -19,16 +19,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from evenshare.attention.kernels.hopper_decode import _clear_rows, _merge, _produce, _softmax
-from evenshare.attention.kernels.hopper_prefill import _load_tile, _load_tile_id, _pieces, _row_index, _valid_rows
+from evenshare.attention.kernels.hopper_common import (
+    BAD_INDEX,
+    LOG2E,
+    NEG_INF,
+    POS_INF,
+    SEGMENT_COLUMNS,
+    load_tile,
+    load_tile_id,
+    pieces,
+    row_index,
+    valid_rows,
+)
+from evenshare.attention.kernels.hopper_decode import _clear_rows, _merge, _softmax, produce
 from evenshare.device.clock import END, KEYS, MERGE, START, record
 from evenshare.device.gluon import barrier
 
-SEGMENT_COLUMNS = gl.constexpr(8)  # schedule.plan
-BAD_INDEX = gl.constexpr(8)  # schedule.plan.Status
-NEG_INF = gl.constexpr(float("-inf"))
-POS_INF = gl.constexpr(float("inf"))
-LOG2E = gl.constexpr(1.4426950408889634)
 PANEL = gl.constexpr(128)  # dims of a TMA box: 128 bytes, the widest swizzle
 FLAGS = gl.constexpr(16)  # segments that the producer may be ahead, and more
 P_SCALE = gl.constexpr(2.0**14)
@@ -61,10 +67,10 @@ def _load_q(q_ptr, kv_head, q_start, qo_len, row_begin, num_q_starts, num_q_toke
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
-    token, head = _row_index(row_begin, rows, GROUP)
-    valid = _valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
-    offsets = q_start.to(gl.int64) * _pieces(stride_start) + kv_head.to(gl.int64) * (GROUP * _pieces(stride_head))
-    offsets += token.to(gl.int64) * _pieces(stride_token) + head.to(gl.int64) * _pieces(stride_head)
+    token, head = row_index(row_begin, rows, GROUP)
+    valid = valid_rows(token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
+    offsets = q_start.to(gl.int64) * pieces(stride_start) + kv_head.to(gl.int64) * (GROUP * pieces(stride_head))
+    offsets += token.to(gl.int64) * pieces(stride_token) + head.to(gl.int64) * pieces(stride_head)
     mask = valid.expand_dims(1) & (d < HEAD_DIM).expand_dims(0)
     return gl.load(q_ptr + offsets.expand_dims(1) + d.expand_dims(0), mask=mask, other=0.0)
 
@@ -124,22 +130,22 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_p
     segment_begin = gl.load(worker_indptr_ptr + worker)
     segment_end = gl.load(worker_indptr_ptr + worker + 1)
     # What the next segment needs is loaded while this one runs: its tile's id two segments ahead, its row of q one ahead.
-    tile = _load_tile_id(segments_ptr, segment_begin, segment_end)
+    tile = load_tile_id(segments_ptr, segment_begin, segment_end)
     last_segment = gl.maximum(segment_end - 1, 0)
-    kv_head, q_start, qo_len, row_begin, _start, kv_len, end, _blocks = _load_tile(
+    kv_head, q_start, qo_len, row_begin, _start, kv_len, end, _blocks = load_tile(
         segments_ptr, tiles_ptr, gl.minimum(segment_begin, last_segment), tile, heads_per_row
     )
-    next_tile = _load_tile_id(segments_ptr, segment_begin + 1, segment_end)
+    next_tile = load_tile_id(segments_ptr, segment_begin + 1, segment_end)
     q = _load_q(q_ptr, kv_head, q_start, qo_len, row_begin, num_q_starts, num_q_tokens,
                 stride_q_start, stride_q_token, stride_q_head, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D, DENSE)  # fmt: skip
     k_scale = gl.load(k_scale_ptr + kv_head * stride_k_scale)
     block = 0  # of the ring, the segment's first
     for segment in range(segment_begin, segment_end):
         record(times_ptr, segment, START, half)
-        next_head, next_start, next_len, next_row, _start, next_kv_len, next_end, _blocks = _load_tile(
+        next_head, next_start, next_len, next_row, _start, next_kv_len, next_end, _blocks = load_tile(
             segments_ptr, tiles_ptr, gl.minimum(segment + 1, last_segment), next_tile, heads_per_row
         )
-        next_tile = _load_tile_id(segments_ptr, segment + 2, segment_end)
+        next_tile = load_tile_id(segments_ptr, segment + 2, segment_end)
         row = segments_ptr + segment.to(gl.int64) * SEGMENT_COLUMNS
         # Not carried from the segment before: Triton drops a loop-carried value that only bounds inner loops.
         num_blocks = gl.load(row + 2) - gl.load(row + 1)
@@ -148,7 +154,7 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_p
         num_slots = gl.load(row + 5)
         counter = gl.load(row + 6)
         v_scale = gl.load(v_scale_ptr + kv_head * stride_v_scale)
-        token, _h = _row_index(row_begin, rows, GROUP)
+        token, _h = row_index(row_begin, rows, GROUP)
         last_key = kv_len - qo_len + token  # bottom-right aligned
         if CAUSAL:
             last = gl.minimum(last_key, kv_len - 1)
@@ -258,8 +264,8 @@ def _consume(half: gl.constexpr, q_ptr, out_ptr, lse_ptr, k_scale_ptr, v_scale_p
                         partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, o_rows, dims, BLOCK_M, BLOCK_DV, output
                     )
             if finished:
-                o_token, o_head = _row_index(row_begin, o_rows, GROUP)
-                valid = _valid_rows(o_token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
+                o_token, o_head = row_index(row_begin, o_rows, GROUP)
+                valid = valid_rows(o_token, q_start, qo_len, num_q_starts, num_q_tokens, DENSE)
                 offsets = q_start.to(gl.int64) * stride_o_start + kv_head.to(gl.int64) * (GROUP * stride_o_head)
                 offsets += o_token.to(gl.int64) * stride_o_token + o_head.to(gl.int64) * stride_o_head
                 mask = valid.expand_dims(0) & (dims < HEAD_DIM_V).expand_dims(1)
@@ -343,7 +349,7 @@ def decode(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_p
                         q_bufs, p_bufs, k_bufs, v_bufs, full, empty, o_bufs, row_bufs, o_full, o_empty, flags,
                         GROUP, HEAD_DIM, HEAD_DIM_V, DENSE, GATHER, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_LSE,
                         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES)),
-            (_produce, (k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
+            (produce, (k, v, kv_indices_ptr, worker_indptr_ptr, segments_ptr, tiles_ptr,
                         heads_per_row, num_pages, num_indices, stride_k_page, stride_k_token, stride_k_head,
                         stride_v_page, stride_v_token, stride_v_head,
                         k_panels, v_panels, k_codes, v_codes, full, empty, full, empty, warm, flags,

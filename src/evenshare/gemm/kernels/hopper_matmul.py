@@ -17,13 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from evenshare.device.gluon import halves
+from evenshare.device.gluon import halves, next_stage
 from evenshare.device.segments import next_segment, partial_slot, share_begin
 from evenshare.gemm.kernels.hopper_tile import (
     arrive,
     coordinates,
     merge,
-    next_stage,
     parts_of_64,
     stage_before,
     store_columns,

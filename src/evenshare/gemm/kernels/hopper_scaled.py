@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from evenshare.device.gluon import next_stage
 from evenshare.device.segments import next_segment, partial_slot, share_begin
-from evenshare.gemm.kernels.hopper_tile import arrive, coordinates, merge, next_stage, parts_of_64, store_columns
+from evenshare.gemm.kernels.hopper_tile import arrive, coordinates, merge, parts_of_64, store_columns
 
 PANEL = gl.constexpr(128)  # fp8 numbers of the widest swizzle; the k of a step, and what shares a scale
 

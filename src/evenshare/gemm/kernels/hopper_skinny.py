@@ -16,8 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from evenshare.device.gluon import next_stage
 from evenshare.device.segments import next_segment, partial_slot, share_begin
-from evenshare.gemm.kernels.hopper_tile import arrive, merge, next_stage, stage_before
+from evenshare.gemm.kernels.hopper_tile import arrive, merge, stage_before
 
 PANEL = gl.constexpr(64)  # 16-bit numbers of the widest swizzle, 128 bytes
 STEP = gl.constexpr(128)  # of k

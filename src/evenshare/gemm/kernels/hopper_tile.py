@@ -22,13 +22,6 @@ def coordinates(tile, tiles_m, tiles_n):
 
 
 @gluon.jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
-    stage += 1
-    phase = gl.where(stage == STAGES, phase ^ 1, phase)
-    return gl.where(stage == STAGES, 0, stage), phase
-
-
-@gluon.jit
 def stage_before(stage, STAGES: gl.constexpr):
     """The stage before. Not carried through the loop: of two values that begin it equal, Triton takes one to stay as it was."""
     return gl.where(stage == 0, STAGES, stage) - 1

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from evenshare.device.gluon import barrier, halves
+from evenshare.device.gluon import barrier, halves, next_stage
 from evenshare.device.segments import (
     first_contributor,
     next_segment,
@@ -46,13 +46,6 @@ from evenshare.quant.kernels.hopper_unpack import (
 
 PIECES = gl.constexpr(8)  # of a tile's scales: a swizzle repeats after 8
 MOST_TOKENS = gl.constexpr(128)  # of a tile
-
-
-@gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    stage += 1
-    phase = gl.where(stage == STAGES, phase ^ 1, phase)
-    return gl.where(stage == STAGES, 0, stage), phase
 
 
 @gluon.jit
@@ -92,7 +85,7 @@ def _produce(x, words, scales, zeros, worker, num_workers, tiles_m, iters_per_ti
             tma.async_copy_global_to_shared(scales, [group, tile_n * PIECES, 0], bar, scale_bufs.index(stage))
             if HAS_ZEROS:
                 tma.async_copy_global_to_shared(zeros, [group, tile_n * PIECES, 0], bar, zero_bufs.index(stage))
-            stage, phase = _next(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -243,7 +236,7 @@ def _consume(number: gl.constexpr, bias_ptr, residual_ptr, out_ptr, partials_ptr
                         acc, sums, x_sums, ones, number, by_piece, layout, operand, GROUP_SIZE, FORM)  # fmt: skip
             barrier()
             mbarrier.arrive(empty.index(stage), count=1)  # all four warps have read the step
-            stage, phase = _next(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
         complete = end - begin == iters_per_tile
         if not complete:
             tile_begin = split_tile * iters_per_tile

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from benchmarks.pictures import draw_files
 from benchmarks.plot import COLOURS, FAINT, OURS
-from benchmarks.results import RESULTS, Report, read_reports
+from benchmarks.results import Report
 
 Curves = dict[str, dict[bool, dict[int, float]]]  # case -> predicted -> ranks -> microseconds
 
@@ -60,23 +61,7 @@ def draw(report: Report, path: Path) -> None:
         figure.savefig(path, facecolor="white", metadata={"Date": None})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if drawn, 2 if there is nothing to draw."""
-    given = [Path(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
-    try:
-        files = given or sorted(RESULTS.glob("distributed-*.json"))
-        if not files:
-            raise ValueError(f"{RESULTS}: got no distributed-*.json, want what benchmarks.distributed writes")
-        for file in files:
-            found = [report for report in read_reports(file) if report.name == "distributed"]
-            if not found:
-                raise ValueError(f"{file}: got no report of distributed, want what benchmarks.distributed writes")
-            draw(found[0], file.with_suffix(".svg"))
-            print(file.with_suffix(".svg"))
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+main = partial(draw_files, "distributed", draw, ".svg")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from benchmarks.results import RESULTS, Report, read_reports
+from benchmarks.pictures import draw_files
+from benchmarks.results import Report
 from benchmarks.splitk import DATA_PARALLEL, EVEN_SHARE, PLANNERS, times
 
 Curves = dict[int, dict[str, dict[int, float]]]  # m -> planner -> n = k -> TFLOP/s
@@ -54,23 +55,7 @@ def draw(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if drawn, 2 if there is nothing to draw."""
-    given = [Path(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
-    try:
-        files = given or sorted(RESULTS.glob("splitk-*.json"))
-        if not files:
-            raise ValueError(f"{RESULTS}: got no splitk-*.json, want what benchmarks.splitk writes")
-        for file in files:
-            found = [report for report in read_reports(file) if report.name == "splitk"]
-            if not found:
-                raise ValueError(f"{file}: got no report of splitk, want what benchmarks.splitk writes")
-            draw(found[0], file.with_suffix(".png"))
-            print(file.with_suffix(".png"))
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+main = partial(draw_files, "splitk", draw, ".png")
 
 
 if __name__ == "__main__":

@@ -274,13 +274,6 @@ def hopper_grouped_specs() -> Iterator[Spec]:
 
 
 def w4a16_specs() -> Iterator[Spec]:
-    forms = {
-        "symmetric": dequantize.SYMMETRIC,
-        "zeros": dequantize.INTEGER_ZEROS,
-        "offsets": dequantize.FLOAT_OFFSETS,
-        "e2m1": dequantize.E2M1,
-        "nf4": dequantize.NF4,
-    }
     # dtype, bits, group, form, block m and n, warps, what is special
     cases = [
         ("bf16", 4, 128, "symmetric", 16, 64, 4, ""),
@@ -308,7 +301,7 @@ def w4a16_specs() -> Iterator[Spec]:
         constants = {
             "BITS": bits,
             "GROUP_SIZE": group,
-            "FORM": forms[form].value,
+            "FORM": FORMS[form].value,
             "GATED": special == "gated",
             "ACTIVATION": epilogue.get_activation("silu" if block_m == 16 else None),
             "BLOCK_M": block_m,
@@ -355,9 +348,8 @@ def grouped_specs() -> Iterator[Spec]:
         ("bf16", 128, "symmetric", 128, 128, 8, "silu_and_multiply", 0),
         ("bf16", 128, "symmetric", 128, 128, 8, None, 0),
     ]
-    forms = {"symmetric": dequantize.SYMMETRIC, "zeros": dequantize.INTEGER_ZEROS, "e2m1": dequantize.E2M1}
     for dtype, group, form, block_m, block_n, num_warps, activation, known_spills in cases:
-        constants = {"BITS": 4, "GROUP_SIZE": group, "FORM": forms[form].value, "EXPERTS": 128, "NUM_STAGES": 3}
+        constants = {"BITS": 4, "GROUP_SIZE": group, "FORM": FORMS[form].value, "EXPERTS": 128, "NUM_STAGES": 3}
         constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "ACTIVATION": epilogue.get_activation(activation)}
         constants |= {"GATED": activation is not None, "permutation_ptr": None}
         types = scratch | pointers(dtype, "x", "bias", "out") | pointers(dtype, "scales", "zeros")
@@ -387,8 +379,6 @@ def dequantize_specs() -> Iterator[Spec]:
         ("bf16", 8, 32, "symmetric", 4096),
         ("fp32", 4, None, "symmetric", 4096),
     ]
-    forms = {"symmetric": dequantize.SYMMETRIC, "zeros": dequantize.INTEGER_ZEROS, "offsets": dequantize.FLOAT_OFFSETS,
-             "e2m1": dequantize.E2M1, "nf4": dequantize.NF4}  # fmt: skip
     for dtype, bits, group, form, block_k in cases:
         scale = "fp16" if dtype == "fp16" else "bf16"
         types = (
@@ -396,7 +386,7 @@ def dequantize_specs() -> Iterator[Spec]:
         )
         if form == "zeros":
             types |= pointers("u8", "zeros")
-        constants = {"BITS": bits, "GROUP_SIZE": group or 1 << 30, "FORM": forms[form].value, "BLOCK_K": block_k}
+        constants = {"BITS": bits, "GROUP_SIZE": group or 1 << 30, "FORM": FORMS[form].value, "BLOCK_K": block_k}
         if form == "symmetric":
             types |= pointers("i32", "offsets")  # of experts
         else:

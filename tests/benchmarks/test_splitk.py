@@ -8,7 +8,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from benchmarks import harness, plot_splitk, splitk
+from benchmarks import harness, pictures, plot_splitk, splitk
 from benchmarks.results import Report, Row, write_report
 from evenshare.quant.packing import step_size
 
@@ -97,6 +97,6 @@ def test_nothing_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "got splitk without cases" in capsys.readouterr().err
     assert plot_splitk.main([str(write_report(make_report(name="gemm"), tmp_path / "gemm.json"))]) == 2
     assert "got no report of splitk" in capsys.readouterr().err
-    monkeypatch.setattr(plot_splitk, "RESULTS", tmp_path)
+    monkeypatch.setattr(pictures, "RESULTS", tmp_path)
     assert plot_splitk.main([]) == 2
     assert "got no splitk-*.json" in capsys.readouterr().err

@@ -21,9 +21,8 @@ from evenshare.gemm.plan import choose_shares
 from evenshare.schedule.plan import UniformPlan
 
 PANEL = hopper_matmul.PANEL.value  # the k of a step
-FEW_ROWS = (
-    16  # 16 x 4096 x 4096 on an H200: 15 us on the portable kernel, 22 on this one; most of those are `hopper_skinny`'s
-)
+# Where `hopper_skinny` refuses them. 16 x 4096 x 4096 on an H200: 15 us on the portable kernel, 22 on this one.
+FEW_ROWS = 16
 PIECE_BYTES = 16  # what TMA wants addresses and strides to be multiples of
 
 
@@ -80,14 +79,19 @@ def count_tiles(tile: HopperTile, m: int, n: int, gated: bool) -> int:
     return -(-m // tile.block_m) * -(-(2 * n if gated else n) // tile.block_n)
 
 
-def refusal(a: torch.Tensor, b: torch.Tensor, target: Target) -> str | None:
-    """Why this product runs on the portable kernel instead, or None."""
+def unfit(a: torch.Tensor, target: Target) -> str | None:
+    """Why no 16-bit kernel for Hopper multiplies a [m, k], or None."""
     if target.capability != HOPPER:
         return "the kernel is for compute capability 9.0"
     if a.dtype not in (torch.float16, torch.bfloat16):
         return "the kernel takes 16-bit operands"
-    if a.shape[1] == 0:
-        return "there is nothing to multiply"
+    return "there is nothing to multiply" if a.shape[1] == 0 else None
+
+
+def refusal(a: torch.Tensor, b: torch.Tensor, target: Target) -> str | None:
+    """Why this product runs on the portable kernel instead, or None."""
+    if (reason := unfit(a, target)) is not None:
+        return reason
     if a.shape[0] <= FEW_ROWS:
         return f"up to {FEW_ROWS} rows are read faster by the portable kernel's small tiles"
     for name, operand in (("a", a), ("b", b)):

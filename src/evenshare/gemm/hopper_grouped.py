@@ -11,10 +11,10 @@ import triton
 from evenshare.device.activations import is_gated
 from evenshare.device.epilogue import get_activation
 from evenshare.device.launcher import Box, Launch, get_launcher
-from evenshare.device.target import HOPPER, Target
+from evenshare.device.target import Target
 from evenshare.device.workspace import stream_workspace
 from evenshare.gemm.costs import DERIVED, CostTable, costs_of
-from evenshare.gemm.hopper import PANEL, PIECE_BYTES, TILES, tile_key
+from evenshare.gemm.hopper import PANEL, TILES, leaves_by_tma, major, tile_key, unfit
 from evenshare.gemm.kernels import hopper_grouped, row_tiles
 from evenshare.gemm.plan import MIN_STEPS_PER_SHARE
 
@@ -44,24 +44,15 @@ def choose_tile(m: int, num_groups: int, n: int, num_sms: int, costs: CostTable 
 
 def refusal(x: torch.Tensor, w: torch.Tensor, num_groups: int, target: Target) -> str | None:
     """Why x [m, k] w [groups here, k, n] of num_groups groups runs on the portable kernel instead, or None."""
-    if target.capability != HOPPER:
-        return "the kernel is for compute capability 9.0"
-    if x.dtype not in (torch.float16, torch.bfloat16):
-        return "the kernel takes 16-bit operands"
-    if x.shape[1] == 0:
-        return "there is nothing to multiply"
+    if (reason := unfit(x, target)) is not None:
+        return reason
     if x.shape[0] <= FEW_ROWS * num_groups:
         return f"up to {FEW_ROWS} rows a group are read faster by the portable kernel's lower tiles"
-    if not _by_rows(x):
+    if major(x) != 1:
         return "x has no rows of contiguous columns at multiples of 16 bytes"
-    if w.shape[0] * w.shape[2] >= 1 << 31 or not _by_rows(w[0].t()) or w.stride(0) != w.shape[2] * w.stride(2):
+    if w.shape[0] * w.shape[2] >= 1 << 31 or major(w[0]) != 0 or w.stride(0) != w.shape[2] * w.stride(2):
         return "w has no columns of contiguous rows at multiples of 16 bytes, those of all groups side by side"
     return None
-
-
-def _by_rows(t: torch.Tensor) -> bool:
-    piece = PIECE_BYTES // t.element_size()
-    return t.stride(1) == 1 and t.stride(0) % piece == 0 and t.data_ptr() % PIECE_BYTES == 0
 
 
 def matmul(
@@ -95,8 +86,7 @@ def matmul(
             GROUPS=triton.next_power_of_2(num_here),
             TILES=TILES_AT_ONCE,
         )
-    # TMA writes whole pieces: of a row that ends within one, it would write past the end.
-    by_tma = _by_rows(out) and n * out.element_size() % PIECE_BYTES == 0
+    by_tma = leaves_by_tma(out, tile.block_n // 2 if is_gated(activation) else tile.block_n)
     launch = _bind(
         hopper_grouped.grouped_matmul,
         tile,

@@ -12,11 +12,11 @@ import torch
 from evenshare.device.activations import is_gated
 from evenshare.device.epilogue import get_activation
 from evenshare.device.launcher import Box, Launch, get_launcher
-from evenshare.device.target import HOPPER, Target
+from evenshare.device.target import Target
 from evenshare.device.workspace import stream_workspace
 from evenshare.gemm.costs import CostTable, TileKey, costs_of
 from evenshare.gemm.epilogue import Epilogue
-from evenshare.gemm.hopper import major
+from evenshare.gemm.hopper import major, unfit
 from evenshare.gemm.kernels import hopper_skinny
 from evenshare.gemm.plan import choose_shares
 from evenshare.schedule.plan import UniformPlan
@@ -70,12 +70,8 @@ def plan_matmul(m: int, n: int, k: int, gated: bool, num_sms: int, costs: CostTa
 
 def refusal(a: torch.Tensor, b: torch.Tensor, target: Target) -> str | None:
     """Why this product runs on another kernel instead, or None."""
-    if target.capability != HOPPER:
-        return "the kernel is for compute capability 9.0"
-    if a.dtype not in (torch.float16, torch.bfloat16):
-        return "the kernel takes 16-bit operands"
-    if a.shape[1] == 0:
-        return "there is nothing to multiply"
+    if (reason := unfit(a, target)) is not None:
+        return reason
     if a.shape[0] > BLOCK_M[-1]:
         return f"the kernel takes up to {BLOCK_M[-1]} rows"
     if major(a) != 1:

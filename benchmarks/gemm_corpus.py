@@ -4,7 +4,8 @@
 rows the copy engine cannot read. A stratified sample by default. Times are of a graph's replay with a cold L2, and every product
 is checked.
 
-Each shape's times go into results/gemm_corpus-DEVICE.csv as they are measured: a run that was stopped goes on where it was.
+Each shape's times go into gemm_corpus-DEVICE.csv beside the results as they are measured: a run that was stopped goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -204,7 +205,12 @@ def table(rounded: Sequence[Times], unrounded: Sequence[Times]) -> Iterator[Row]
             yield from summarise(against, known)
 
 
-def fill(bench: harness.Bench, everything: bool, count: int, seconds: float) -> None:
+def times_file(name: str, device: str, out: Path | None) -> Path:
+    """Beside the report."""
+    return (RESULTS if out is None else out.parent) / f"{name}-{slug(device)}.csv"
+
+
+def fill(bench: harness.Bench, everything: bool, count: int, seconds: float, out: Path | None = None) -> None:
     """seconds: after which nothing more is measured; the corpora share them by their numbers of shapes."""
     target = select_target(bench.device, "triton")
     commit = harness.current_commit()
@@ -218,7 +224,7 @@ def fill(bench: harness.Bench, everything: bool, count: int, seconds: float) -> 
     begin, total, done, found = time.monotonic(), sum(map(len, samples.values())), 0, []
     for name, shapes in samples.items():
         done += len(shapes)
-        path = RESULTS / f"{name}-{slug(torch.cuda.get_device_name(bench.device))}.csv"
+        path = times_file(name, torch.cuda.get_device_name(bench.device), out)
         steps = measured(path, shapes, target, commit, begin + seconds * done / max(total, 1))
         found.append(list(track(steps, name, len(shapes), console=bench.console)))
         if len(found[-1]) < len(shapes):
@@ -233,5 +239,5 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, default=SAMPLE, metavar="N", help="shapes of a sample")
     parser.add_argument("--seconds", type=float, default=math.inf, metavar="S", help="measure no longer than that")
     options = parser.parse_args()
-    work = partial(fill, everything=options.all, count=options.count, seconds=options.seconds)
+    work = partial(fill, everything=options.all, count=options.count, seconds=options.seconds, out=options.out)
     sys.exit(harness.measure("gemm_corpus", options, work, ()))

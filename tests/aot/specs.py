@@ -562,14 +562,14 @@ def hopper_specs() -> Iterator[Spec]:
         ("bf16", 128, 128, 128, 2, 2, 16, 3, {"PAGE_SIZE": 16}),
         ("bf16", 128, 128, 128, 2, 2, 128, 0, {"PAGE_SIZE": 256, "HAS_WINDOW": True}),
         ("bf16", 128, 128, 128, 2, 2, 0, 25, {"PAGE_SIZE": 1}),
-        ("fp16", 72, 72, 128, 2, 2, 0, 192, {"GROUP": 7, "HAS_SOFT_CAP": True}),
+        ("fp16", 72, 72, 128, 2, 2, 0, 195, {"GROUP": 7, "HAS_SOFT_CAP": True}),
         ("fp16", 64, 64, 128, 2, 3, 64, 3, {"PAGE_SIZE": 64, "HAS_SOFT_CAP": True}),
         ("bf16", 256, 256, 64, 1, 2, 64, 21, {}),
         ("bf16", 192, 128, 64, 1, 2, 16, 0, {"PAGE_SIZE": 16}),
         ("bf16", 256, 256, 64, 1, 2, 0, 53, {"PAGE_SIZE": 1}),
     ]
     fp8: list[tuple[str, int, int, int, int, int, int, int, dict[str, Any]]] = [
-        ("bf16", 128, 128, 128, 2, 2, 0, 31, {"PAGE_SIZE": 16}),
+        ("bf16", 128, 128, 128, 2, 2, 0, 53, {"PAGE_SIZE": 16}),
         ("fp16", 80, 80, 128, 2, 2, 0, 178, {"HAS_SOFT_CAP": True, "GROUP": 7}),
         ("bf16", 64, 64, 128, 2, 3, 0, 0, {"DENSE": True, "CAUSAL": False, "HAS_WINDOW": True}),
         ("bf16", 256, 256, 64, 1, 2, 0, 60, {"PAGE_SIZE": 1}),

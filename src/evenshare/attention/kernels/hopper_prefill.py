@@ -371,8 +371,8 @@ def _consume(half: gl.constexpr, out_ptr, lse_ptr, k_scale_ptr, v_scale_ptr, wor
             qo_len = _read_number(numbers, at + 9)
             row_begin = _read_number(numbers, at + 10)
             kv_head = _read_number(numbers, at + 15)
-            one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            is_bad = gl.max(flags.index(number % FLAGS).load(one), 0) > 0
+            every: gl.constexpr = gl.BlockedLayout([flags.shape[1]], [32], [4], [0])
+            is_bad = gl.max(flags.index(number % FLAGS).load(every), 0) > 0
             if is_bad:
                 gl.atomic_or(status_ptr, BAD_INDEX)
             o_rows = half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, output))
@@ -456,7 +456,8 @@ def prefill(q, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_ptr,
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    flags = gl.allocate_shared_memory(gl.int32, [FLAGS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    WARPS_OF_KEYS: gl.constexpr = BLOCK_N // 32 if GATHER else 1
+    flags = gl.allocate_shared_memory(gl.int32, [FLAGS, WARPS_OF_KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     FP8: gl.constexpr = k_scale_ptr is not None
     arrivals: gl.constexpr = 128 if GATHER and not FP8 else 1  # each thread of the gathering producer arrives
     if FP8:

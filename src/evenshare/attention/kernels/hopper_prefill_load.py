@@ -180,6 +180,12 @@ def _produce_tma(queries, k_desc, v_desc, kv_indices_ptr, worker_indptr_ptr, seg
 
 
 @gluon.jit
+def _report(bad, flag):
+    """Whether a key is bad, to the consumers: what each warp knows, since putting it together would take barriers."""
+    flag.store(gl.max(gl.reshape(bad, [bad.shape[0] // 32, 32]), 1))
+
+
+@gluon.jit
 def _page_ids(kv_indices_ptr, n, kv_start, readable, num_pages, PAGE_SIZE: gl.constexpr):
     """The pages of keys n of a request, -1 for what may not be read."""
     page = gl.load(kv_indices_ptr + kv_start + n // PAGE_SIZE, mask=n < readable, other=-1)
@@ -266,9 +272,7 @@ def _produce_gather(queries, k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, se
                     k_bufs, stage, k_full, k_ptr + k_head, rows, valid, HEAD_DIM, BLOCK_D, CHUNK, chunk, layout
                 )
             if i == num_blocks - 1:
-                one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-                found = gl.full([1], 0, gl.int32, one) | gl.max(bad, 0)
-                flags.index((segment - segment_begin) % FLAGS).store(found)
+                _report(bad, flags.index((segment - segment_begin) % FLAGS))
             async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
             mbarrier.wait(v_empty.index(stage), phase)
             for chunk in gl.static_range(BLOCK_N // CHUNK):
@@ -378,9 +382,7 @@ def _produce_fp8(queries, k_ptr, v_ptr, kv_indices_ptr, worker_indptr_ptr, segme
             async_copy.wait_group(1)
             mbarrier.wait(k_empty.index(stage), phase)
             if i == num_blocks - 1:
-                one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-                found = gl.full([1], 0, gl.int32, one) | gl.max(bad, 0)
-                flags.index((segment - segment_begin) % FLAGS).store(found)
+                _report(bad, flags.index((segment - segment_begin) % FLAGS))
             _widen_codes(k_raw, k_bufs.index(stage), k_full.index(stage), layout)
             if i + 1 < num_blocks:
                 if PAGE_SIZE > 0:

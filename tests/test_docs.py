@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.policy_table import make_table
+from benchmarks.results import read_reports
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
@@ -41,3 +44,12 @@ def test_the_api_reference_has_every_public_name(package: str) -> None:
     listed = re.findall(r"^\.\. auto\w+:: [\w.]+\.(\w+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     missing = set(importlib.import_module(f"evenshare{package}").__all__) - set(listed)
     assert not missing, f"docs/api.md: lacks {sorted(missing)} of evenshare{package}"
+
+
+def test_the_table_of_policies_is_the_results_file_s() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    for file in sorted((ROOT / "benchmarks" / "results").glob("policies-*.json")):
+        for report in read_reports(file):
+            assert make_table(report) in page, (
+                f"docs/performance.md: want what benchmarks.policy_table prints for {file}"
+            )

@@ -15,7 +15,7 @@ from benchmarks import gemm_corpus
 from benchmarks.results import read_reports
 from benchmarks.tables import TABLES, Table
 
-TOOLS = {"__main__", "check", "cold_start", "plot", "plot_distributed", "plot_splitk", "results"}
+TOOLS = {"__main__", "check", "cold_start", "plot", "plot_distributed", "plot_splitk", "policy_table", "results"}
 WRITE = """
 from benchmarks.results import Report, Row, write_report
 import os, pathlib, sys

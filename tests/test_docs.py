@@ -1,4 +1,5 @@
-"""Every Python block of README.md and docs/ runs as it stands, from the top of its page to the bottom."""
+"""Every Python block of README.md and docs/ runs as it stands, from the top of its page to the bottom; and what its tables say
+of errors is so."""
 
 from __future__ import annotations
 
@@ -13,18 +14,35 @@ from benchmarks.policy_table import make_table
 from benchmarks.results import read_reports
 
 ROOT = Path(__file__).parents[1]
+REFUSAL = re.compile(r"^\| `([^`]+)` \| `(\w+Error: [^`]+)` \|", re.MULTILINE)  # a call and its error, with ... as …
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
 def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return PYTHON.findall(page.read_text())
+
+
+def check_refusals(text: str, names: dict[str, Any]) -> None:
+    """Every call that a table of this text refuses, with the names of the blocks above it."""
+    for call, said in REFUSAL.findall(text):
+        with pytest.raises(Exception) as caught:
+            eval(call, dict(names))
+        error = f"{caught.type.__name__}: {caught.value}"
+        assert re.fullmatch(".*".join(map(re.escape, said.split("…"))), error, re.DOTALL), f"{call}: {error}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_code_blocks_run(page: Path) -> None:
     names: dict[str, Any] = {}
-    for number, block in enumerate(python_blocks(page)):
-        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+    end = 0
+    for number, found in enumerate(PYTHON.finditer(page.read_text())):
+        check_refusals(page.read_text()[end : found.start()], names)
+        exec(compile(found[1], f"{page.name}, block {number}", "exec"), names)
+        end = found.end()
+    check_refusals(page.read_text()[end:], names)
 
 
 def test_readme_has_an_example() -> None:

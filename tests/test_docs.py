@@ -56,7 +56,20 @@ def test_links_to_files_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["", ".attention", ".attention.variants", ".distributed", ".gemm", ".ops", ".quant", ".schedule"]
+    "package",
+    [
+        "",
+        ".attention",
+        ".attention.sparse",
+        ".attention.variants",
+        ".compat.transformers",
+        ".distributed",
+        ".gemm",
+        ".generate",
+        ".ops",
+        ".quant",
+        ".schedule",
+    ],
 )
 def test_the_api_reference_has_every_public_name(package: str) -> None:
     listed = re.findall(r"^\.\. auto\w+:: [\w.]+\.(\w+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)

@@ -22,11 +22,13 @@ from evenshare.schedule.kernels import parts, shares
 
 if __package__:
     from tests.aot.hopper_gemm_specs import hopper_fp8_specs, hopper_skinny_specs, portable_fp8_specs
+    from tests.aot.mla_specs import mla_specs
     from tests.aot.ops_specs import ops_specs
     from tests.aot.sparse_specs import sparse_specs
     from tests.aot.variant_specs import variant_specs
 else:  # beside the script that compiles them
     from hopper_gemm_specs import hopper_fp8_specs, hopper_skinny_specs, portable_fp8_specs
+    from mla_specs import mla_specs
     from ops_specs import ops_specs
     from sparse_specs import sparse_specs
     from variant_specs import variant_specs
@@ -795,6 +797,7 @@ def all_specs() -> list[Spec]:
         *merge_specs(),
         *small_specs(),
         *sparse_specs(Spec, pointers),
+        *mla_specs(Spec, pointers),
         *ops_specs(Spec, pointers),
         *variant_specs(attention_specs()),
     ]

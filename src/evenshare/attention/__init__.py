@@ -16,14 +16,17 @@ __getattr__, __all__ = attach(
         "AttentionPlan": "plan",
         "CascadeLevel": "cascade",
         "CascadePlan": "cascade",
+        "MLAPlan": "mla",
         "attention": "functions",
         "cascade_attention": "cascade",
         "detect_shared_prefixes": "prefixes",
         "merge_state": "merge",
         "merge_states": "merge",
+        "mla_attention": "mla",
         "paged_attention": "functions",
         "plan_attention": "plan",
         "plan_cascade": "cascade",
+        "plan_mla": "mla",
     },
 )
 

@@ -18,7 +18,7 @@ import torch
 from evenshare.attention import launch, reference
 from evenshare.attention.metadata import Batch, move, request_bounds
 from evenshare.attention.problem import FP8, Problem
-from evenshare.attention.tiles import TILE_COLUMNS, choose_tile, max_row_tiles, tile_table
+from evenshare.attention.tiles import TILE_COLUMNS, TileConfig, choose_tile, max_row_tiles, tile_table
 from evenshare.device.target import Target
 from evenshare.device.workspace import Workspace, new_workspace
 from evenshare.schedule import DevicePlanner, Plan, RaggedSpace, make_plan
@@ -38,8 +38,8 @@ class Capacity:
     max_kv_len: int = 0  # keys of one request; only policies that cut at fixed places need it
 
 
-class TorchExecutor:
-    """The CPU backend: lengths as Python ints, taken once per plan."""
+class HostLengths:
+    """A batch of the CPU backend: lengths as Python ints, taken once per plan."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -54,6 +54,10 @@ class TorchExecutor:
         if indices is not None:
             flat = indices.as_strided((self.batch.num_indices,), (1,)) if indices.numel() else indices.flatten()
             self.page_lists = [flat[begin:] for begin in kv_start]
+
+
+class TorchExecutor(HostLengths):
+    """The CPU backend."""
 
     def bind(
         self,
@@ -106,17 +110,20 @@ class TorchExecutor:
             lse *= lse_scale / LN2
 
 
-class TritonExecutor:
-    """The portable kernels: a tile table, the scheduler's plan and a workspace, all sized by the capacity."""
+class DealtTiles:
+    """A batch of the portable kernels: a tile table, the scheduler's plan and a workspace, all sized by the capacity."""
 
-    def __init__(self, problem: Problem, capacity: Capacity, target: Target, policy: str | None, planner: str) -> None:
-        self.problem, self.target, self.planner = problem, target, planner
+    def __init__(
+        self,
+        problem: Problem,
+        tile: TileConfig,
+        capacity: Capacity,
+        target: Target,
+        policy: str | None,
+        planner: str,
+    ) -> None:
+        self.problem, self.tile, self.target, self.planner = problem, tile, target, planner
         device = target.device
-        if problem.fp8_kv and not target.interpreted and target.capability < FP8_CAPABILITY:
-            got, want = (".".join(map(str, c)) for c in (target.capability, FP8_CAPABILITY))
-            raise ValueError(f"kv_dtype: got {FP8} on a GPU of compute capability {got}, want {want} or newer")
-        mean_qo_len = capacity.max_q_rows / max(capacity.max_batch, 1)
-        self.tile = choose_tile(problem, mean_qo_len, target.capability, target.interpreted)
         self.policy = DEFAULT_POLICY if policy is None else policy
         max_tiles = max_row_tiles(problem, self.tile, capacity.max_batch, capacity.max_q_rows)
         self.num_workers = target.num_sms * self.tile.workers_per_sm
@@ -134,7 +141,6 @@ class TritonExecutor:
             )
         self.schedule: Plan | None = None  # made by the first plan, overwritten by the next ones
         self.workspace: Workspace | None = None
-        self.forward: launch.ForwardLauncher | None = None
 
     def _space(self, iterations: torch.Tensor) -> RaggedSpace:
         return RaggedSpace(iterations, self.heads_per_row, self.tile.overhead, self.tile.cut_cost)
@@ -170,8 +176,27 @@ class TritonExecutor:
             elements = self.schedule.max_slots * launch.partial_elements(problem, self.tile)
             # Two counters a split tile: the Hopper kernel merges its halves one by one.
             self.workspace = new_workspace(elements, 2 * self.schedule.max_counters, device)
+
+
+class TritonExecutor(DealtTiles):
+    """The portable kernels and those for Hopper."""
+
+    def __init__(self, problem: Problem, capacity: Capacity, target: Target, policy: str | None, planner: str) -> None:
+        if problem.fp8_kv and not target.interpreted and target.capability < FP8_CAPABILITY:
+            got, want = (".".join(map(str, c)) for c in (target.capability, FP8_CAPABILITY))
+            raise ValueError(f"kv_dtype: got {FP8} on a GPU of compute capability {got}, want {want} or newer")
+        mean_qo_len = capacity.max_q_rows / max(capacity.max_batch, 1)
+        tile = choose_tile(problem, mean_qo_len, target.capability, target.interpreted)
+        super().__init__(problem, tile, capacity, target, policy, planner)
+        self.forward: launch.ForwardLauncher | None = None  # made by the first plan
+
+    def plan(self, batch: Batch) -> None:
+        super().plan(batch)
+        if self.forward is None:
+            assert self.schedule is not None
+            assert self.workspace is not None
             self.forward = launch.ForwardLauncher(
-                problem, self.tile, self.schedule, self.tiles, self.workspace, self.status
+                self.problem, self.tile, self.schedule, self.tiles, self.workspace, self.status
             )
 
     def timed(self) -> TritonExecutor:

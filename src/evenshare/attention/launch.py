@@ -43,7 +43,7 @@ def partial_elements(problem: Problem, tile: TileConfig) -> int:
 
 
 def _block_dim(dim: int, tile: TileConfig) -> int:
-    smallest = {"forward": 16, "hopper_decode_fp8": FP8_BOX_DIMS}  # 16: the smallest mma
+    smallest = {"forward": 16, "mla": 16, "hopper_decode_fp8": FP8_BOX_DIMS}  # 16: the smallest mma
     return padded_dim(dim, smallest.get(tile.kernel, BOX_DIMS))
 
 
@@ -199,7 +199,8 @@ class ForwardLauncher:
             boxes = {1: _box(k, box), 2: _box(v, box)}
         constants = self._constants(tile, q, lse)
         gathers = not boxes
-        constants |= {"GATHER": gathers, "BOX": box, "STAGES": tile.num_stages, "num_warps": tile.num_warps}
+        constants |= {"GATHER": gathers, "BOX": box, "STAGES": tile.num_stages}
+        constants |= {"num_warps": tile.num_warps, "launch_pdl": True}
         if tile.kernel == "hopper_decode":
             launcher = get_launcher(hopper_decode.decode, 6, **constants, BLOCK_M=tile.block_m)
         elif tile.kernel == "hopper_decode_fp8":

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from evenshare.attention.batch_plan import BatchPlan, choose_capacity, choose_target, planner_of
 from evenshare.attention.executors import Capacity, Run, TorchExecutor, TritonExecutor
-from evenshare.attention.metadata import Batch, check_host_values, dense_batch, make_batch, move, request_bounds
-from evenshare.attention.problem import FP8, Problem, check_tensor, default_causal, default_scale, lse_scale
+from evenshare.attention.metadata import Batch, dense_batch, make_batch
+from evenshare.attention.problem import FP8, Problem, check_tensor, default_causal, default_scale
 from evenshare.device.checks import check_is_tensor
-from evenshare.device.target import Target, select_target
-from evenshare.schedule.plan import Status
-from evenshare.schedule.policies import Policy
+from evenshare.device.target import Target
 
 if TYPE_CHECKING:
     from evenshare.attention.variants.variant import Variant
@@ -22,16 +21,12 @@ if TYPE_CHECKING:
 MAX_LAYOUTS = 64  # of q, k, v, out, lse and scales that a plan remembers
 MAX_SCALES = 1024  # numbers that it keeps on the device
 FP32 = torch.finfo(torch.float32)
-STATUS_TEXTS = {
-    Status.SEGMENTS_OVERFLOW: "more segments than the plan's capacity: nothing was computed",
-    Status.TILES_OVERFLOW: "more query rows than the plan's max_q_rows: rows of the last requests were not computed",
-    Status.BAD_LENGTHS: "an indptr that decreases or an impossible length: those requests were taken as empty",
-    Status.BAD_INDEX: "a page or key index outside the cache: the rows that needed it are zero",
-}
 
 
-class AttentionPlan:
+class AttentionPlan(BatchPlan):
     """A batch's work dealt to workers; made by `plan_attention`. It owns its workspace: use it on one stream at a time."""
+
+    _executor: TorchExecutor | TritonExecutor
 
     def __init__(
         self,
@@ -47,65 +42,18 @@ class AttentionPlan:
         debug: bool = False,
         metadata: dict[str, torch.Tensor | None] | None = None,
     ) -> None:
-        # The caller's own tensors: `batch` may hold int32 copies of them, which do not follow changes in place.
-        self._metadata = metadata or {}
         if problem.variant is not None:
             problem.variant.check(problem.num_qo_heads, target.device)
-        if planner is None:
-            planner = "host" if batch.device.type == "cpu" else "device"
-        self.problem = problem
-        self.capacity = capacity
-        self.target = target
         self.kv_layout = kv_layout
-        self.base = base
-        self.debug = debug
-        self._lse_scale = lse_scale(base)
         self._heads_first = problem.page_size > 0 and kv_layout == "HND"
         self._runs: dict[Any, Run] = {}  # by the extents of the metadata and the layouts of the tensors
         self._scales: dict[float, torch.Tensor] = {}
-        self._executor: TorchExecutor | TritonExecutor
+        executor: TorchExecutor | TritonExecutor
         if target.backend == "cpu":
-            self._executor = TorchExecutor(problem)
+            executor = TorchExecutor(problem)
         else:
-            self._executor = TritonExecutor(problem, capacity, target, policy, planner)
-        self._plan(batch)
-
-    def update(
-        self,
-        *,
-        qo_indptr: torch.Tensor | None = None,
-        kv_indptr: torch.Tensor | None = None,
-        kv_indices: torch.Tensor | None = None,
-        last_page_len: torch.Tensor | None = None,
-        block_table: torch.Tensor | None = None,
-        kv_lens: torch.Tensor | None = None,
-    ) -> None:
-        """Plan again from the tensors given; those left out are the ones planned last, whose values may have changed in place.
-
-        With device metadata this only launches kernels: no sync, and a CUDA graph can capture it.
-        Raises ValueError if the batch exceeds the capacity or the form changes, or if host metadata is impossible.
-        """
-        old = self._batch
-        given = {
-            "qo_indptr": qo_indptr,
-            "kv_indptr": kv_indptr,
-            "kv_indices": kv_indices,
-            "last_page_len": last_page_len,
-            "block_table": block_table,
-            "kv_lens": kv_lens,
-        }
-        metadata = self._metadata | {name: tensor for name, tensor in given.items() if tensor is not None}
-        batch = make_batch(**metadata)
-        if batch.form != old.form:
-            raise ValueError(f"metadata: got the {batch.form} form, want {old.form} as planned first")
-        if batch.device != old.device:
-            raise ValueError(f"metadata: got device {batch.device}, want {old.device} as planned first")
-        if batch.size > self.capacity.max_batch:
-            raise ValueError(
-                f"batch: got {batch.size} requests, want at most the plan's max_batch {self.capacity.max_batch}"
-            )
-        self._plan(batch)
-        self._metadata = metadata
+            executor = TritonExecutor(problem, capacity, target, policy, planner_of(batch, planner))
+        super().__init__(problem, batch, capacity, target, executor, base=base, debug=debug, metadata=metadata)
 
     def plan_dense(self, kv_len: int) -> None:
         """Plan a dense batch for `kv_len` keys a request; nothing to do if it was planned for as many."""
@@ -113,24 +61,6 @@ class AttentionPlan:
         if batch.table_width != kv_len:
             qo_len = self.capacity.max_q_rows // max(batch.size, 1)
             self._plan(dense_batch(batch.size, qo_len, kv_len, batch.device))
-
-    def _plan(self, batch: Batch) -> None:
-        on_host = batch.device.type == "cpu"
-        if batch.kv_indices is not None and batch.kv_indices.device not in (batch.device, self.target.device):
-            raise ValueError(
-                f"kv_indices or block_table: got device {batch.kv_indices.device}, want {self.target.device} or that of the lengths"
-            )
-        if on_host or self.debug:
-            check_host_values(move(batch, "cpu"), self.problem.page_size)
-        self._executor.plan(batch)
-        # Query and key tokens that run() needs at least, where the host knows them; 0: the kernels clamp instead.
-        num_q_tokens = num_kv_tokens = 0
-        if on_host and batch.form != "dense":
-            num_q_tokens = batch.size if batch.qo_indptr is None else int(batch.qo_indptr[-1])
-            if batch.form == "ragged" and batch.kv_indptr is not None:
-                num_kv_tokens = int(batch.kv_indptr[-1])
-        self._extents = (num_q_tokens, num_kv_tokens, batch.table_width, batch.num_indices)
-        self._batch = batch
 
     def run(
         self,
@@ -285,21 +215,6 @@ class AttentionPlan:
         twin._runs = {}
         return twin, executor
 
-    @property
-    def status(self) -> torch.Tensor:
-        """int32 [1] on the device: bits of `schedule.plan.Status` that planning and the runs since then have set."""
-        words = self._executor.status_words
-        if not words:
-            return torch.zeros(1, dtype=torch.int32)
-        return words[0] if len(words) == 1 else words[0] | words[1]
-
-    def check(self) -> None:
-        """Raise RuntimeError if the planner or a kernel met impossible metadata. The only call that syncs."""
-        bits = int(self.status.item())
-        found = [text for bit, text in STATUS_TEXTS.items() if bits & bit]
-        if found:
-            raise RuntimeError("attention plan: " + "; ".join(found))
-
 
 def _number(name: str, scale: Any) -> float:
     value = 1.0 if scale is None else scale
@@ -390,17 +305,8 @@ def plan_attention(
         raise ValueError(f"page_size: got {page_size}, want 1 or more for paged keys")
     if kv_layout not in ("NHD", "HND"):
         raise ValueError(f"kv_layout: got {kv_layout!r}, want 'NHD' or 'HND'")
-    if planner not in (None, "host", "device"):
-        raise ValueError(f"planner: got {planner!r}, want 'host', 'device' or None")
-    if planner == "host" and batch.device.type != "cpu":
-        raise ValueError("planner: got 'host' for metadata on a GPU, want 'device' or None (host planning would sync)")
-    if policy is not None:
-        Policy(policy)  # an unknown name is refused here, whichever backend runs
-    target = select_target(batch.device if device is None else device, backend)
-    if batch.device.type != "cpu" and batch.device != target.device:
-        raise ValueError(
-            f"metadata: got device {batch.device}, want {target.device}" + " or cpu" * (target.device.type != "cpu")
-        )
+    planner = planner_of(batch, planner)
+    target = choose_target(batch, device, backend, policy)
     problem = Problem(
         num_qo_heads,
         num_kv_heads,
@@ -416,27 +322,7 @@ def plan_attention(
         q_dtype,
         variant,
     )
-    on_host = batch.device.type == "cpu"
-    if on_host:
-        check_host_values(batch, problem.page_size)
-    if max_q_rows is None:
-        if batch.qo_indptr is None:
-            max_q_rows = max(batch.size, max_batch or 0)
-        elif on_host:
-            max_q_rows = int(batch.qo_indptr[-1])
-        else:
-            raise ValueError("max_q_rows: got None, want a bound on the query tokens when qo_indptr is on a GPU")
-    if max_kv_len is None:
-        if on_host:
-            kv_lens = request_bounds(batch, problem.page_size)[3]
-            max_kv_len = int(kv_lens.max()) if batch.size else 0
-        elif policy == "batch_invariant":
-            raise ValueError("max_kv_len: got None, want a bound on the keys of a request for policy 'batch_invariant'")
-        else:
-            max_kv_len = 0
-    capacity = Capacity(batch.size if max_batch is None else max_batch, max_q_rows, max_kv_len)
-    if capacity.max_batch < batch.size:
-        raise ValueError(f"max_batch: got {max_batch}, want at least the {batch.size} requests of this batch")
+    capacity = choose_capacity(batch, problem.page_size, policy, max_batch, max_q_rows, max_kv_len)
     return AttentionPlan(
         problem,
         batch,

@@ -50,9 +50,7 @@ class Problem:
                 f"num_qo_heads, num_kv_heads: got {self.num_qo_heads} and {self.num_kv_heads}, "
                 "want positive numbers, the first a multiple of the second"
             )
-        for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
-            if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
-                raise ValueError(f"{name}: got {dim}, want {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
+        self.check_head_dims()
         if self.dtype not in DTYPES:
             raise TypeError(f"dtype of q, k, v: got {self.dtype}, want one of {', '.join(map(str, DTYPES))}")
         if self.fp8_q and not self.fp8_kv:
@@ -79,6 +77,11 @@ class Problem:
             raise ValueError(f"logits_soft_cap: got {self.logits_soft_cap}, want a finite number >= 0 (0 or None: off)")
         if not math.isfinite(self.sm_scale):
             raise ValueError(f"sm_scale: got {self.sm_scale}, want a finite number")
+
+    def check_head_dims(self) -> None:
+        for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
+                raise ValueError(f"{name}: got {dim}, want {MIN_HEAD_DIM} to {MAX_HEAD_DIM}")
 
     @property
     def fp8_kv(self) -> bool:

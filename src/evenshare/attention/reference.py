@@ -109,6 +109,38 @@ def paged_attention(
         _request(q[rows], k, v, rule, out[rows], None if lse is None else lse[rows], first_request + r)
 
 
+def paged_mla(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    ckv: torch.Tensor,
+    kpe: torch.Tensor,
+    qo_indptr: Sequence[int],
+    page_lists: Sequence[torch.Tensor | slice],
+    kv_lens: Sequence[int],
+    *,
+    causal: bool,
+    sm_scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """`paged_attention` over latents: keys [ckv | kpe] of one KV head, whose values are the ckv.
+
+    q_nope, out: [total_q, H, C]; q_pe: [total_q, H, R]; ckv: [num_pages, page_size, C]; kpe: [num_pages, page_size, R].
+    """
+    rule = Rule(causal, -1, None, sm_scale, None, None, None)
+    num_pages, page_size = ckv.shape[0], ckv.shape[1]
+    pages = [
+        _needed_pages(page_lists[r], -(-kv_len // page_size), num_pages, request=r) for r, kv_len in enumerate(kv_lens)
+    ]
+    q = torch.cat([q_nope, q_pe], -1)
+    _clear_unowned_rows(out, lse, qo_indptr)
+    for r, kv_len in enumerate(kv_lens):
+        rows = slice(qo_indptr[r], qo_indptr[r + 1])
+        latents, rotary = (_gather(cache, pages[r], kv_len).unsqueeze(1) for cache in (ckv, kpe))
+        keys = torch.cat([latents, rotary], -1)
+        _request(q[rows], keys, latents, rule, out[rows], None if lse is None else lse[rows], r)
+
+
 def _clear_unowned_rows(out: torch.Tensor, lse: torch.Tensor | None, qo_indptr: Sequence[int]) -> None:
     for begin, end in ((0, qo_indptr[0]), (qo_indptr[-1], out.shape[0])):
         if end > begin:

@@ -30,11 +30,12 @@ def join(s, v, peak, total, acc, PRECISION: tl.constexpr, SOFTMAX: tl.constexpr)
 
 
 @triton.jit
-def _merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots,
-                    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, SLOT_BLOCK: tl.constexpr, SOFTMAX: tl.constexpr):  # fmt: skip
-    """Combine the partials of one tile in tile order: (o, lse) of all slots -> (acc [BLOCK_M, BLOCK_DV], lse2 [BLOCK_M])."""
+def merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, columns, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+                   BLOCK_COLUMNS: tl.constexpr, SLOT_BLOCK: tl.constexpr, SOFTMAX: tl.constexpr):  # fmt: skip
+    """Combine the partials of one tile in tile order: (o, lse) of all slots -> (acc [BLOCK_M, BLOCK_COLUMNS], lse2 [BLOCK_M]).
+
+    columns: BLOCK_COLUMNS of the BLOCK_DV that a partial has."""
     rows = tl.arange(0, BLOCK_M)
-    dv = tl.arange(0, BLOCK_DV)
     slots = tl.arange(0, SLOT_BLOCK)
     # The maximum first, SLOT_BLOCK slots at a time: the loads of the second loop are then independent of each other.
     peak = tl.full([BLOCK_M], NEG_INF, tl.float32)
@@ -46,13 +47,13 @@ def _merge_partials(partial_o_ptr, partial_lse_ptr, slot_begin, num_slots,
     usable = (peak > NEG_INF) & (peak < POS_INF)
     base = tl.where(usable, peak, 0.0)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_COLUMNS], tl.float32)
     # Pipelined where the tile is small and its partials many; the buffers of a large tile would cost registers and shared memory.
     for s in tl.range(0, num_slots, num_stages=3 if BLOCK_M == 16 else 1):
         slot = (slot_begin + s).to(tl.int64)
         lse = tl.load(partial_lse_ptr + slot * BLOCK_M + rows)
         weight = tl.where(usable, tl.exp2(lse - base), 0.0)
-        o = tl.load(partial_o_ptr + (slot * BLOCK_M + rows)[:, None] * BLOCK_DV + dv[None, :])
+        o = tl.load(partial_o_ptr + (slot * BLOCK_M + rows)[:, None] * BLOCK_DV + columns[None, :])
         acc += o * weight[:, None]
         total += weight
     safe = tl.where(total > 0.0, total, 1.0)
@@ -80,8 +81,8 @@ def merge_tile(acc, lse2, is_bad, partial_o_ptr, partial_lse_ptr, counters_ptr, 
         finished = arrive(counters_ptr + counter, num_slots)
         if finished:
             record(times_ptr, segment, MERGE)
-            acc, lse2 = _merge_partials(
-                partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, BLOCK_M, BLOCK_DV, 16, SOFTMAX
+            acc, lse2 = merge_partials(
+                partial_o_ptr, partial_lse_ptr, slot_begin, num_slots, dv, BLOCK_M, BLOCK_DV, BLOCK_DV, 16, SOFTMAX
             )
     else:
         lse2 = tl.where(is_bad, NEG_INF, lse2)

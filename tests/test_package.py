@@ -52,3 +52,8 @@ def test_every_dependency_is_pinned() -> None:
     needs = PROJECT["project"]["dependencies"] + [need for extra in extras.values() for need in extra]
     names = {re.match(r"[\w-]+", need)[0].lower() for need in needs}  # type: ignore[index]
     assert names - {"evenshare"} <= pinned
+
+
+def test_the_source_distribution_has_what_its_tests_and_links_need() -> None:
+    included = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert {"src", "tests", "benchmarks", "docs", "examples", "constraints.txt"} <= set(included)

@@ -51,6 +51,9 @@ def main(wheel: Path) -> None:
 
         install(str(wheel))
         run(binaries / "python", "-I", "-c", IMPORT)
+        bare = subprocess.run([binaries / "evenshare", "doctor"], capture_output=True, text=True, env=environment)
+        assert bare.returncode == 1
+        assert "pip install evenshare[" in bare.stderr, bare.stderr
         install(f"{wheel}[report]")
         run(binaries / "evenshare", "explain", "--lens", "65536,15x256", "--html", "page.html", "--out", "picture.png")
         for name in ("page.html", "picture.png"):

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from html import escape, unescape
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from evenshare.report.page import (
     KINDS,
     MANY,
     MAX_BLOCKS,
+    MAX_CUTS,
     MAX_ROWS,
     MERGE,
     Panel,
@@ -106,6 +108,15 @@ def test_cuts_are_where_tiles_are_cut() -> None:
     assert cuts == [[], [5]]
 
 
+def test_of_more_cuts_than_a_strip_holds_some_are_kept_and_none_counted() -> None:
+    plan = make_plan(RaggedSpace(torch.full((20,), 400, dtype=torch.int32)), "fixed_split", 20, num_splits=200)
+    panel = Panel("many", simulate(plan), ranges_of(plan))
+    data = Page(draw_page([panel], Tiles([400] * 20), title="", unit="")).data["panels"][0]
+    assert not data["allCuts"]
+    assert len(data["cuts"]) <= MAX_CUTS
+    assert data["cuts"] == sorted(set(data["cuts"]))
+
+
 def test_table() -> None:
     work = decode_work([65536] + 15 * [256], 8, 128)
     page = page_of(work, 132, ("data_parallel", "fixed_split"))
@@ -180,7 +191,7 @@ def test_of_many_workers_the_last_to_finish_is_among_those_drawn() -> None:
 def test_no_work() -> None:
     plan = make_plan(RaggedSpace(torch.zeros(2, dtype=torch.int32)), "stream_k", 3)
     data = Page(draw_page([Panel("", simulate(plan), ranges_of(plan))], Tiles([0, 0]), title="", unit="")).data
-    assert data["panels"] == [{"makespan": 0, "workers": [0, 1, 2], "rows": [[], [], []], "cuts": []}]
+    assert data["panels"] == [{"makespan": 0, "workers": [0, 1, 2], "rows": [[], [], []], "cuts": [], "allCuts": True}]
 
 
 def test_errors(tmp_path: Path) -> None:
@@ -212,14 +223,18 @@ def test_a_profile_beside_its_prediction_and_other_policies(tmp_path: Path) -> N
     times[0, 0] = torch.tensor([10_000, 10_320, 0, 15_008, 7])
     times[1, 0] = torch.tensor([10_064, 10_160, 14_048, 16_000, 3])
     times[2, 0] = torch.tensor([16_000, 16_064, 0, 18_016, 3])
-    recorded = make_profile(plan, times, Costs(1.0, 0.5, 0.5), "two workers\nof a GPU")
+    recorded = make_profile(plan, times, Costs(1.0, 0.5, 0.5), "two workers\nof a GPU", partial_bytes=1000)
     recorded.save(tmp_path / "p.json")
     out = tmp_path / "a.html"
     arguments = ["--profile", str(tmp_path / "p.json"), "--policies", "data_parallel,stream_k", "--html", str(out)]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "120"})
     assert result.exit_code == 0
     assert "measured" in result.output
-    data = Page(out.read_text(encoding="utf-8")).data
+    page = Page(out.read_text(encoding="utf-8"))
+    assert [a["value"] for tag, a in page.elements if tag == "input" and "checked" in a] == ["shortest"]
+    assert page.text["p"][1].startswith("All but the measured timeline is simulated. An iteration takes 1.07 us")
+    assert page.text["td"][5] == page.text["td"][11] == "4 KB"  # two partials of 1000 bytes, written and read
+    data = page.data
     measured, predicted, whole, even = data["panels"]
     assert measured["rows"] == [
         [[1, 0, 0, 5, 0, 5.008, 2]],
@@ -260,26 +275,58 @@ seen.tile = tip.textContent;
 seen.width = svg.viewBox.baseVal.width;
 document.querySelector("input[value=own]").click();
 seen.own = svg.viewBox.baseVal.width;
+document.querySelector("input[value=shortest]").click();
+const figures = [...document.querySelectorAll("figure")];
+seen.shortest = figures.map((f) => f.querySelector(".timeline").viewBox.baseVal.width);
+seen.beyond = figures.map((f) => f.classList.contains("beyond"));
 seen.boxes = [...document.querySelectorAll(".timeline")].map(
   (s) => [...s.querySelectorAll(".whole, .partial, .merge")].map((p) => p.getAttribute("d")).join("").split("M").length - 1);
 seen.fits = document.documentElement.scrollWidth <= innerWidth;
+const channels = (colour) => colour.match(/[\\d.]+/g).map(Number).slice(0, 3);
+const linear = (c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+const luminance = (colour) => channels(colour).map((c) => linear(c / 255))
+  .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+const style = (selector) => getComputedStyle(document.querySelector(selector));
+seen.back = luminance(style("body").backgroundColor);
+seen.contrasts = [["body", "body"], ["p.faint", "body"], ["figcaption .faint", "figure"], ["td", "body"]].map(([front, back]) => {
+  const [high, low] = [luminance(style(front).color), luminance(style(back).backgroundColor)].sort((a, b) => b - a);
+  return (high + 0.05) / (low + 0.05);
+});
 document.title = JSON.stringify(seen);
 """
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
-@pytest.mark.parametrize("width", [1280, 500])
-def test_in_chromium(tmp_path: Path, width: int) -> None:
-    work = decode_work([2 * 128, 4 * 128], 2, 128)
-    page = page_of(work, 3, ("data_parallel", "stream_k"))
-    path = tmp_path / "a.html"
-    path.write_text(page.replace("</body>", f"<script>{WALK}</script></body>"))
-    command = [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'user'}"]
-    command += [f"--window-size={width},900", "--virtual-time-budget=2000", "--dump-dom", path.as_uri()]
+def walk(page: str, folder: Path, *options: str, width: int = 1280) -> Any:
+    """What the walk saw of a page in Chromium; narrow pages lie in a frame, since no window is narrower than 500 pixels."""
+    inner = page.replace("</body>", f"<script>{WALK}</script></body>")
+    if width < 500:
+        inner = inner.replace("document.title =", "parent.postMessage(seen, '*'); document.title =")
+        frame = escape(inner, quote=True)
+        inner = (
+            "<title></title><script>addEventListener('message', (e) => { document.title = JSON.stringify(e.data); });</script>"
+            f'<iframe srcdoc="{frame}" style="width:{width}px;height:900px"></iframe>'
+        )
+    path = folder / "a.html"
+    path.write_text(inner)
+    command = [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'user'}"]
+    command += [
+        f"--window-size={max(width, 500)},900",
+        "--virtual-time-budget=2000",
+        *options,
+        "--dump-dom",
+        path.as_uri(),
+    ]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     title = re.search(r"<title>(.*?)</title>", dom, re.DOTALL)
     assert title is not None
-    seen = json.loads(title[1].replace("&lt;", "<").replace("&amp;", "&"))
+    return json.loads(unescape(title[1]))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.parametrize("width", [1280, 500, 360])
+def test_in_chromium(tmp_path: Path, width: int) -> None:
+    work = decode_work([2 * 128, 4 * 128], 2, 128)
+    seen = walk(page_of(work, 3, ("data_parallel", "stream_k")), tmp_path, width=width)
     timelines = compare(work, 3, ("data_parallel", "stream_k"))
     first, second = timelines["stream_k"].workers[0][:2]
     assert (first.tile, second.tile) == (0, 1)
@@ -301,3 +348,14 @@ def test_in_chromium(tmp_path: Path, width: int) -> None:
     assert seen["own"] == pytest.approx(1.01 * timelines["stream_k"].makespan, abs=1e-3)
     assert seen["boxes"] == [sum(map(len, timeline.workers)) for timeline in timelines.values()]
     assert seen["fits"]
+    assert seen["shortest"] == [pytest.approx(1.01 * timelines["stream_k"].makespan, abs=1e-3)] * 2
+    assert seen["beyond"] == [True, False]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_is_readable_in_light_and_dark(tmp_path: Path, dark: bool) -> None:
+    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    seen = walk(page_of(WORKS[0], 3, ("data_parallel", "stream_k")), tmp_path, scheme)
+    assert (seen["back"] < 0.1) == dark
+    assert min(seen["contrasts"]) >= 4.5  # WCAG 2, AA

@@ -41,7 +41,7 @@ def two_workers() -> tuple[Plan, torch.Tensor]:
 
 @pytest.fixture
 def recorded() -> Profile:
-    return make_profile(*two_workers(), Costs(1.0, 0.5, 0.5), "two workers")
+    return make_profile(*two_workers(), Costs(1.0, 0.5, 0.5), "two workers", partial_bytes=1000)
 
 
 def test_segments(recorded: Profile) -> None:
@@ -137,12 +137,16 @@ def test_json(recorded: Profile, tmp_path: Path) -> None:
     assert content["summary"]["makespan_ns"] == 8016
     assert content["segments"][1]["merge_ns"] == 4048
     assert Profile.load(tmp_path / "a.json") == recorded
+    del content["partial_bytes"]  # as older files have none
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    assert Profile.load(tmp_path / "a.json").partial_bytes is None
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda content: content.pop("costs"), "no 'costs'"),
+        (lambda content: content.update(partial_bytes=0), "partial_bytes: got 0"),
         (lambda content: content.update(num_workers=1), "want ascending ones below 1"),
         (lambda content: content["segments"].reverse(), "got workers out of order"),
         (lambda content: content["segments"][0].update(end_ns=None), "end_ns: got None, want a whole number"),

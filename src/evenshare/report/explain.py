@@ -99,7 +99,8 @@ def profiled_work(recorded: Profile) -> Work:
         torch.tensor(iterations, dtype=torch.int32), overhead=round(costs.segment), cut_cost=round(2 * costs.store)
     )
     unit_time = recorded.summary.predicted_iteration_ns / 1000
-    return Work(space, costs, recorded.title, "us", Tiles(iterations), unit_time)
+    tiles = Tiles(iterations, partial_bytes=recorded.partial_bytes)
+    return Work(space, costs, recorded.title, "us", tiles, unit_time)
 
 
 def compare(work: Work, workers: int, policies: tuple[str, ...] = POLICIES, num_splits: int = 4) -> dict[str, Timeline]:
@@ -192,7 +193,9 @@ def explain_command(
         if html is not None:
             with writing("html", html):
                 heading = work.title if recorded is not None else f"{work.title}, {workers} workers"
-                save_page(draw_page(panels, work.tiles, title=heading, unit=work.unit, note=_note(work)), html)
+                axis = "shared" if recorded is None else "shortest"
+                page = draw_page(panels, work.tiles, title=heading, unit=work.unit, note=_note(work), axis=axis)
+                save_page(page, html)
     except ValueError as error:
         stop(str(error), 2)
 
@@ -201,7 +204,7 @@ def profile_page(recorded: Profile) -> str:
     """What was measured, the prediction for the same plan, and all policies with the same tiles, as a page."""
     work = profiled_work(recorded)
     panels = _profile_panels(recorded) + _policy_panels(work, len(recorded.simulated.workers), POLICIES, 4)
-    return draw_page(panels, work.tiles, title=recorded.title, unit=work.unit, note=_note(work))
+    return draw_page(panels, work.tiles, title=recorded.title, unit=work.unit, note=_note(work), axis="shortest")
 
 
 def _policy_panels(work: Work, workers: int, policies: tuple[str, ...], num_splits: int) -> list[Panel]:
@@ -235,9 +238,12 @@ def _profile_panels(recorded: Profile) -> list[Panel]:
 
 def _note(work: Work) -> str:
     costs = work.costs
-    unit = f"Time in {work.unit}" if work.unit_time == 1.0 else f"An iteration takes {work.unit_time:.3g} {work.unit}"
+    if work.unit_time == 1.0:
+        unit = f"Simulated. Time in {work.unit}"
+    else:
+        unit = f"All but the measured timeline is simulated. An iteration takes {work.unit_time:.3g} {work.unit}"
     return (
-        f"Simulated. {unit}; besides its iterations a segment costs {costs.segment:.3g}, storing a partial {costs.store:.3g}, "
+        f"{unit}; besides its iterations a segment costs {costs.segment:.3g}, storing a partial {costs.store:.3g}, "
         f"merging one {costs.merge:.3g}."
     )
 

@@ -22,6 +22,7 @@ MAX_BLOCKS = 36_000  # of all panels
 MAX_ROWS = 264  # of a panel
 MAX_CUTS = 2_000  # of a panel's strip
 WHOLE, PARTIAL, MERGE, MANY = range(4)  # kinds of block, as the script knows them
+AXES = {"shared": "shared", "shortest": "as long as the shortest", "own": "each its own"}
 KINDS = {"whole": WHOLE, "partial": PARTIAL, "merge": MERGE}
 
 Number = TypeVar("Number", int, float)
@@ -61,12 +62,14 @@ def ranges_of(plan: Plan) -> tuple[tuple[Range, ...], ...]:
     )
 
 
-def draw_page(panels: Sequence[Panel], tiles: Tiles, *, title: str, unit: str, note: str = "") -> str:
+def draw_page(
+    panels: Sequence[Panel], tiles: Tiles, *, title: str, unit: str, note: str = "", axis: str = "shared"
+) -> str:
     """One HTML page without any reference to another file.
 
     panels: one a policy, or measured and predicted, all in the same unit of time. title: a heading in plain text, a second line
-    becomes a smaller one. unit: what the times are in. note: a sentence below the table. Raises ValueError without a panel, and
-    for ranges that are not those of the events.
+    becomes a smaller one. unit: what the times are in. note: a sentence below the table. axis: of the times at first, one of AXES.
+    Raises ValueError without a panel, and for ranges that are not those of the events.
     """
     if not panels:
         raise ValueError("panels: got none, want at least one")
@@ -85,6 +88,7 @@ def draw_page(panels: Sequence[Panel], tiles: Tiles, *, title: str, unit: str, n
         note=escape(note),
         size=f"{_count(len(tiles.iterations), 'tile')}, {_count(sum(tiles.iterations), 'iteration')}",
         strip=_plot('id="tiles" class="strip"', "strip of tiles", "the tiles, as wide as their iterations"),
+        axes="\n".join(_choice(name, words, name == axis) for name, words in AXES.items()),
         figures="\n".join(_figure(index, panel, unit) for index, panel in enumerate(panels)),
         data=content,
         style=_hues() + _asset("page.css"),
@@ -107,11 +111,13 @@ def _panel_data(panel: Panel, max_blocks: int, tiles: Tiles) -> dict[str, object
     workers = panel.timeline.workers
     shown = _rows_shown(panel.timeline)
     rows = _fit([_blocks(workers[w], panel.ranges[w]) for w in shown], max_blocks, panel.timeline.makespan)
+    cuts, all_cuts = _cuts(panel, tiles.iterations)
     return {
         "makespan": _short(panel.timeline.makespan),
         "workers": shown,
         "rows": [[[_short(x) for x in block] for block in row] for row in rows],
-        "cuts": _cuts(panel, tiles.iterations),
+        "cuts": cuts,
+        "allCuts": all_cuts,
     }
 
 
@@ -170,17 +176,20 @@ def _coarse(row: list[Block], grain: float) -> list[Block]:
     return coarse
 
 
-def _cuts(panel: Panel, iterations: Sequence[int]) -> list[int]:
-    """Where tiles are cut, in iterations of the whole space, no two closer than can be seen."""
+def _cuts(panel: Panel, iterations: Sequence[int]) -> tuple[list[int], bool]:
+    """Where tiles are cut, in iterations of the whole space, no two closer than can be seen; and whether these are all cuts."""
     begins = [0]
     for n in iterations:
         begins.append(begins[-1] + n)
     grain = begins[-1] / MAX_CUTS
+    every = sorted(begins[tile] + begin for ranges in panel.ranges for tile, begin, _, _ in ranges if begin)
+    if len(every) <= MAX_CUTS:
+        return every, True
     cuts: list[int] = []
-    for cut in sorted(begins[tile] + begin for ranges in panel.ranges for tile, begin, _, _ in ranges if begin):
+    for cut in every:
         if not cuts or cut - cuts[-1] > grain:
             cuts.append(cut)
-    return cuts
+    return cuts, False
 
 
 def _table(panels: Sequence[Panel], tiles: Tiles, unit: str) -> str:
@@ -256,6 +265,10 @@ def _figure(index: int, panel: Panel, unit: str) -> str:
 <div class="axis" aria-hidden="true"></div>
 {_plot('class="strip"', "strip of tiles", f"{label}: where tiles are cut")}
 </figure>"""
+
+
+def _choice(axis: str, words: str, chosen: bool) -> str:
+    return f'<label><input type="radio" name="axis" value="{axis}"{" checked" * chosen}> {words}</label>'
 
 
 def _plot(attributes: str, role: str, label: str) -> str:

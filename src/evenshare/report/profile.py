@@ -63,6 +63,7 @@ class Profile:
     segments: tuple[Segment, ...]  # worker by worker, in order of time
     simulated: Timeline  # of the same plan, in iterations
     costs: Costs  # that the simulator went by
+    partial_bytes: int | None = None  # of a split tile's partial; None: not recorded
 
     def timeline(self) -> Timeline:
         """What was measured, in ns."""
@@ -116,6 +117,7 @@ class Profile:
             "summary": asdict(self.summary),
             "num_workers": len(self.simulated.workers),
             "costs": asdict(self.costs),
+            "partial_bytes": self.partial_bytes,
             "segments": [segment._asdict() for segment in self.segments],
         }
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
@@ -128,7 +130,10 @@ class Profile:
             segments = tuple(map(_read_segment, content["segments"]))
             costs = Costs(**content["costs"])
             schedule = _schedule_of(segments, content["num_workers"])
-            return Profile(str(content["title"]), segments, simulate(schedule, costs), costs)
+            partial_bytes = content.get("partial_bytes")
+            if not (partial_bytes is None or (isinstance(partial_bytes, int) and partial_bytes > 0)):
+                raise ValueError(f"partial_bytes: got {partial_bytes!r}, want a whole number from 1 on")
+            return Profile(str(content["title"]), segments, simulate(schedule, costs), costs, partial_bytes)
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             cause = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"profile: got {str(path)!r} ({cause}), want a file that Profile.save wrote") from None
@@ -177,10 +182,13 @@ def record(timed: AttentionPlan, executor: TritonExecutor, q: Any, k: Any, v: An
     times = executor.forward.times.zero_()
     timed.run(q, k, v, **options)
     title = f"{executor.tile.kernel}, {executor.schedule.num_workers} workers"
-    return make_profile(executor.schedule, times, costs_of(executor.problem, executor.tile), title)
+    problem, tile = executor.problem, executor.tile
+    return make_profile(executor.schedule, times, costs_of(problem, tile), title, 4 * partial_elements(problem, tile))
 
 
-def make_profile(schedule: Plan, times: torch.Tensor, costs: Costs, title: str) -> Profile:
+def make_profile(
+    schedule: Plan, times: torch.Tensor, costs: Costs, title: str, partial_bytes: int | None = None
+) -> Profile:
     """times: as the kernels write them (`device.clock`). Raises RuntimeError if a segment has none."""
     indptr = schedule.worker_indptr.tolist()
     rows = schedule.segments[: indptr[-1]].tolist()
@@ -206,7 +214,7 @@ def make_profile(schedule: Plan, times: torch.Tensor, costs: Costs, title: str) 
             segments.append(
                 Segment(worker, consumers[0][SM.value], row[TILE], row[BEGIN], row[END_ITERATION], split, start, keys, merge, end)
             )  # fmt: skip
-    return Profile(title, tuple(segments), simulate(schedule, costs), costs)
+    return Profile(title, tuple(segments), simulate(schedule, costs), costs, partial_bytes)
 
 
 def _schedule_of(segments: tuple[Segment, ...], num_workers: int) -> Plan:

@@ -124,7 +124,7 @@
   }
 
   // A strip of tiles; neighbours too narrow to see are drawn as one.
-  function drawStrip(svg, cuts) {
+  function drawStrip(svg, cuts, allCuts) {
     svg.setAttribute("viewBox", `0 0 ${total || 1} 1`);
     svg.classList.toggle("roomy", numTiles < 60);
     const grain = total / 2000;
@@ -139,7 +139,9 @@
       tile = next;
     }
     paint(svg, boxes);
-    if (cuts.length) path(svg, "cuts", cuts.map((cut) => `M${cut} 0.5V1`).join(""));
+    let last = -Infinity; // of those drawn: closer ones would be a blot
+    const apart = cuts.filter((cut) => cut - last >= total / 250 && (last = cut, true));
+    if (apart.length) path(svg, "cuts", apart.map((cut) => `M${cut} 0.5V1`).join(""));
     const here = marker(svg, "here");
     const tileAt = (x) => Math.min(lastAtMost(begins.length, (i) => begins[i], x * total), numTiles - 1);
     const move = (tile, key) => {
@@ -154,7 +156,7 @@
     const enter = (tile) => {
       here(box(begins[tile], begins[tile + 1], 0, 1));
       const n = begins[tile + 1] - begins[tile];
-      const cut = inside(tile);
+      const cut = allCuts ? inside(tile) : 0;
       const text = `${tileName(tile)}\n${plural(n, "iteration")}${cut ? `, cut in ${cut + 1}` : ""}`;
       return [text, (begins[tile] + n / 2) / total, 0.5];
     };
@@ -186,7 +188,7 @@
     path(svg, "end", `M${panel.makespan} 0V${rows.length}`);
     const markKin = marker(svg, "kin");
     const markHere = marker(svg, "here");
-    const markStrip = drawStrip(figure.querySelector(".strip"), panel.cuts);
+    const markStrip = drawStrip(figure.querySelector(".strip"), panel.cuts, panel.allCuts);
     let span = 1;
 
     const describe = ([y, i]) => {
@@ -247,7 +249,8 @@
     return (newSpan) => {
       span = newSpan;
       svg.setAttribute("viewBox", `0 0 ${span} ${Math.max(rows.length, 1)}`);
-      over.setAttribute("d", box(panel.makespan, span, 0, rows.length));
+      over.setAttribute("d", panel.makespan < span ? box(panel.makespan, span, 0, rows.length) : "");
+      figure.classList.toggle("beyond", panel.makespan > span);
       drawAxis(figure.querySelector(".axis"), span);
     };
   }
@@ -265,17 +268,18 @@
     }
   }
 
-  const widest = Math.max(...data.panels.map((panel) => panel.makespan)) || 1;
-  drawStrip(document.getElementById("tiles"), []);
+  const makespans = data.panels.map((panel) => panel.makespan);
+  drawStrip(document.getElementById("tiles"), [], true);
   const panels = [...document.querySelectorAll("figure")].map((figure, i) => [drawTimeline(figure, data.panels[i]), data.panels[i]]);
-  function setSpan(shared) {
+  function setSpan(axis) {
     leave();
-    for (const [draw, panel] of panels) draw((shared ? widest : panel.makespan || 1) * 1.01);
+    const all = { shared: Math.max(...makespans), shortest: Math.min(...makespans) }[axis];
+    for (const [draw, panel] of panels) draw(((all ?? panel.makespan) || 1) * 1.01);
   }
-  setSpan(true);
   const choice = document.querySelector("fieldset");
+  setSpan(choice.querySelector("input:checked").value);
   choice.hidden = panels.length < 2;
-  choice.addEventListener("change", (event) => setSpan(event.target.value === "shared"));
+  choice.addEventListener("change", (event) => setSpan(event.target.value));
   addEventListener("scroll", () => { if (shown) show(...shown); }, { passive: true });
   addEventListener("pointerdown", (event) => { if (!event.target.closest("svg.timeline, svg.strip")) leave(); });
 })();

@@ -123,6 +123,8 @@ def run_all(tables: Sequence[Table], folder: Path, seconds: float, console: Cons
         elif time.monotonic() >= end:
             outcome = Outcome("out of time", "not begun")
         else:
+            if not console.is_terminal:  # where a status line is not seen
+                console.print(f"{heading}: begins", style="dim", markup=False)
             with console.status(heading):
                 outcome = run_table(table, folder, commit, end - time.monotonic())
         outcomes[table.name] = outcome

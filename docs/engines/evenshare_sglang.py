@@ -29,6 +29,8 @@ class EvenshareBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """A page is one key, and a request's row of `req_to_token` its page table."""
+        if forward_batch.forward_mode.is_idle():
+            return
         longest = int(forward_batch.seq_lens_cpu.max())
         self.lists = {
             "block_table": self.req_to_token[forward_batch.req_pool_indices, :longest],

@@ -128,7 +128,7 @@ def test_sglang(registered: dict[str, Any], monkeypatch: pytest.MonkeyPatch, dec
         seq_lens_cpu=lens,
         extend_seq_lens=torch.tensor(QO_LENS),
         out_cache_loc=new,
-        forward_mode=SimpleNamespace(is_decode=lambda: decoding),
+        forward_mode=SimpleNamespace(is_decode=lambda: decoding, is_idle=lambda: False),
     )
     backend.init_forward_metadata(batch)
     forward = backend.forward_decode if decoding else backend.forward_extend

@@ -39,7 +39,7 @@ def make_table(report: Report) -> str:
         raise ValueError(f"report: got {report.name} without measured rows, want results of benchmarks.policies")
     policies = list(next(iter(rows.values())))
     lines = [
-        f"| {report.device}, {report.date[:10]} | {' | '.join(f'`{name}`' for name in policies)} |",
+        f"| {report.device}, {report.date[:10]} | {' | '.join(name.replace('_', ' ') for name in policies)} |",
         "|---|" + "---:|" * len(policies),
     ]
     for (phase, batch), ratios in rows.items():

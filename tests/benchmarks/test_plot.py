@@ -124,7 +124,7 @@ def test_the_table_of_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str
     write_json(source, REPORTS["policies"].to_json())
     assert policy_table.main([str(source)]) == 0
     head, _, first, *_, mean = capsys.readouterr().out.splitlines()
-    assert head == "| Some GPU, 2026-01-02 | `level_fill` | `stream_k` | `whole` |"
+    assert head == "| Some GPU, 2026-01-02 | level fill | stream k | whole |"
     assert first == "| decode, a | 2.00 | 4.00 | **1.00** |"
     assert mean == "| decode, geometric mean | 2.00 | 4.00 | **1.00** |"
     write_json(source, REPORTS["gemm"].to_json())

@@ -13,17 +13,26 @@ def mla_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, str]])
     shared = pointers("fp32", "lse", "partial_o", "partial_lse")
     shared |= pointers("i32", "kv_indices", "worker_indptr", "segments", "tiles", "counters", "status")
     shared |= dict.fromkeys(("sm_scale", "lse_scale"), "fp32")
-    # dtype, heads, (block m, n), columns merged at a time, warps, stages, page size, causal, known spills
-    cases: list[tuple[str, int, tuple[int, int], int, int, int, int, bool, int]] = [
-        ("bf16", 128, (64, 64), 128, 8, 2, 64, True, 0),
-        ("bf16", 128, (64, 32), 128, 8, 2, 64, True, 0),
-        ("bf16", 16, (16, 64), 128, 8, 2, 64, False, 0),
-        ("bf16", 16, (16, 32), 128, 8, 3, 64, False, 0),
-        ("fp32", 16, (16, 16), 128, 8, 2, 64, False, 0),
+    # dtype, heads, (block m, n), warps, stages, page size, causal, known spills (outside the loop over keys)
+    cases: list[tuple[str, int, tuple[int, int], int, int, int, bool, int]] = [
+        ("bf16", 16, (16, 32), 8, 5, 64, False, 10),
+        ("bf16", 16, (16, 32), 8, 5, 16, True, 0),
+        ("fp16", 5, (16, 32), 8, 5, 1, True, 0),
+        ("bf16", 128, (32, 32), 8, 5, 64, False, 0),
+        ("bf16", 128, (32, 32), 8, 5, 16, True, 4),
+        ("fp32", 16, (16, 16), 8, 2, 64, False, 27),
+        ("fp32", 128, (16, 16), 8, 2, 1, True, 0),
     ]
-    for dtype, heads, (block_m, block_n), block_merge, num_warps, stages, page_size, causal, known_spills in cases:
-        constants = {"GROUP": heads, "DIM_CKV": 512, "DIM_KPE": 64, "PAGE_SIZE": page_size, "CAUSAL": causal, "HAS_LSE": True}
-        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_MERGE": block_merge, "NUM_STAGES": stages}
+    for dtype, heads, (block_m, block_n), num_warps, stages, page_size, causal, known_spills in cases:
+        constants = {
+            "GROUP": heads,
+            "DIM_CKV": 512,
+            "DIM_KPE": 64,
+            "PAGE_SIZE": page_size,
+            "CAUSAL": causal,
+            "HAS_LSE": True,
+        }
+        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_MERGE": 128, "NUM_STAGES": stages}
         constants |= {"PRECISION": "ieee"}
         yield make(
             f"mla {dtype} {heads} heads {block_m}x{block_n} page={page_size} causal={causal}",

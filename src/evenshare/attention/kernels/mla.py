@@ -73,12 +73,24 @@ def mla(q_nope_ptr, q_pe_ptr, ckv_ptr, kpe_ptr, out_ptr, lse_ptr, kv_indices_ptr
         bad = tl.zeros([BLOCK_N], tl.int32)
         for block in tl.range(first_block + block_lo, first_block + block_hi, num_stages=NUM_STAGES):
             n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            page = tl.load(kv_indices_ptr + kv_start + n // PAGE_SIZE, mask=n < readable_len, other=-1)
-            readable = page.to(tl.uint32, bitcast=True) < num_pages  # false for -1 as well
-            bad |= (readable != (n < kv_len)).to(tl.int32)
-            place = (n % PAGE_SIZE).to(tl.int64)
-            ckv_rows = ckv_ptr + page.to(tl.int64) * stride_ckv_page + place * stride_ckv_token
-            kpe_rows = kpe_ptr + page.to(tl.int64) * stride_kpe_page + place * stride_kpe_token
+            if PAGE_SIZE % BLOCK_N == 0:  # one page a block, which spares registers
+                entry = block * BLOCK_N // PAGE_SIZE
+                page = tl.load(kv_indices_ptr + kv_start + entry, mask=entry * PAGE_SIZE < readable_len, other=-1)
+                known = page.to(tl.uint32, bitcast=True) < num_pages  # false for -1 as well
+                bad |= (known != (block * BLOCK_N < kv_len)).to(tl.int32)
+                readable = known & (n < kv_len)
+                ckv_page = ckv_ptr + page.to(tl.int64) * stride_ckv_page
+                kpe_page = kpe_ptr + page.to(tl.int64) * stride_kpe_page
+                place = n - entry * PAGE_SIZE
+            else:
+                page = tl.load(kv_indices_ptr + kv_start + n // PAGE_SIZE, mask=n < readable_len, other=-1)
+                readable = page.to(tl.uint32, bitcast=True) < num_pages
+                bad |= (readable != (n < kv_len)).to(tl.int32)
+                ckv_page = ckv_ptr + page.to(tl.int64) * stride_ckv_page
+                kpe_page = kpe_ptr + page.to(tl.int64) * stride_kpe_page
+                place = n % PAGE_SIZE
+            ckv_rows = ckv_page + place.to(tl.int64) * stride_ckv_token
+            kpe_rows = kpe_page + place.to(tl.int64) * stride_kpe_token
             latents = tl.load(ckv_rows[:, None] + d[None, :], mask=readable[:, None], other=0.0)
             rotary = tl.load(kpe_rows[:, None] + r[None, :], mask=readable[:, None], other=0.0)
             s = tl.dot(q_nope, tl.trans(latents), input_precision=PRECISION)

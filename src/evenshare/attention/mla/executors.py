@@ -60,7 +60,8 @@ class TritonMLA(DealtTiles):
     def __init__(
         self, problem: MLAProblem, capacity: Capacity, target: Target, policy: str | None, planner: str
     ) -> None:
-        tile = choose_mla_tile(problem, capacity.max_q_rows / max(capacity.max_batch, 1), target.interpreted)
+        mean_qo_len = capacity.max_q_rows / max(capacity.max_batch, 1)
+        tile = choose_mla_tile(problem, mean_qo_len, target.capability, target.interpreted)
         super().__init__(problem, tile, capacity, target, policy, planner)
 
     def bind(

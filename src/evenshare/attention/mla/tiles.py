@@ -10,12 +10,18 @@ from evenshare.attention.tiles import TileConfig
 MERGE_COLUMNS = 128  # of a split tile, merged at a time
 
 
-def choose_mla_tile(problem: MLAProblem, mean_qo_len: float, interpreted: bool = False) -> TileConfig:
-    """Few rows are bound by memory, many by the tensor cores, whose sums of 64 rows x 512 dims are half of a SM's registers."""
+def choose_mla_tile(
+    problem: MLAProblem, mean_qo_len: float, capability: tuple[int, int] = (0, 0), interpreted: bool = False
+) -> TileConfig:
+    """The kernel and its tile sizes for requests of `mean_qo_len` query tokens on a GPU of this compute capability.
+
+    Sums of 64 rows x 512 dims spill, 32 rows do not (ptxas, sm_80 and sm_90). Of five stages the first two find the page, so that
+    two blocks are on their way; with 32 rows of q they take 112 KB of shared memory, which only the large GPUs have.
+    """
     if interpreted:  # small, so that short inputs have several iterations, row tiles and splits
         return TileConfig(16, 16, 4, 1, 1, "mla", cut_cost=0)
     if problem.dtype == torch.float32:
         return TileConfig(16, 16, 8, 2, 1, "mla")
-    if mean_qo_len * problem.group_size <= 16:
-        return TileConfig(16, 64, 8, 2, 1, "mla")
-    return TileConfig(64, 64, 8, 2, 1, "mla")
+    large = capability == (8, 0) or capability[0] in (9, 10)
+    many = large and mean_qo_len * problem.group_size > 16
+    return TileConfig(32 if many else 16, 32, 8, 5, 1, "mla")

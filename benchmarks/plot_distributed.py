@@ -7,8 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from benchmarks.figures import COLOURS, FAINT, OURS
 from benchmarks.pictures import draw_files
-from benchmarks.plot import COLOURS, FAINT, OURS
 from benchmarks.results import Report
 
 Curves = dict[str, dict[bool, dict[int, float]]]  # case -> predicted -> ranks -> microseconds

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import plot, policy_table
+from benchmarks import figures, plot, policy_table
 from benchmarks.results import Report, Row, write_json
 
 CEILINGS = {"read_tb_s": 4.0, "matmul_bf16_tflop_s": 800.0}
@@ -31,7 +31,8 @@ ROWS = {
         us("fp8, scales of rows, 8x8x8", 1.0, flops=4e9, bytes=2e7),
     ],
     "attention_prefill": [
-        us(f"dense, D=128, 16/16 heads, S={s}, {mask}", 5.0, flops=s * 1e6, flex=9.0) for s, mask in PREFILL
+        *(us(f"dense, D=128, 16/16 heads, S={s}, {mask}", 5.0, flops=s * 1e6, flex=9.0) for s, mask in PREFILL),
+        us("ragged, 4/2 heads, zipf", 10.0, flops=1e9, **{"page 16": 20.0, "page 1": 50.0}),
     ],
     "attention_decode": [
         us("B=1", 10.0, bytes=2e7, flex=20.0),
@@ -77,10 +78,10 @@ def lines(figure: object) -> dict[str, list[float]]:
 
 
 def test_values() -> None:
-    def results(name: str) -> plot.Results:
-        return plot.Results(REPORTS[name], Path("nowhere"))
+    def results(name: str) -> figures.Results:
+        return figures.Results(REPORTS[name], Path("nowhere"))
 
-    landscape = plot.draw_gemm(results("gemm"))
+    landscape = figures.draw_gemm(results("gemm"))
     assert landscape is not None
     points = {dots.get_label(): dots.get_offsets().tolist() for dots in landscape.axes[0].collections}  # type: ignore[union-attr]
     assert points == {
@@ -93,24 +94,28 @@ def test_values() -> None:
         pytest.approx(1),
     )  # 4 TFLOP/s at a flop a byte; 200 flop a byte
 
-    decode = plot.draw_decode(results("attention_decode"))
+    decode = figures.draw_decode(results("attention_decode"))
     assert decode is not None
     assert [bar.get_width() for bar in decode.axes[0].patches] == pytest.approx([2, 1, 4])  # type: ignore[attr-defined]
     assert [text.get_text() for text in decode.axes[0].texts] == ["read bandwidth, measured", "50%", "100%"]
-    prefill = plot.draw_prefill(results("attention_prefill"))
+    prefill = figures.draw_prefill(results("attention_prefill"))
     assert prefill is not None
     assert [panel.get_title() for panel in prefill.axes] == [
         "full, D = 128, 16/16 heads",
         "causal, D = 128, 16/16 heads",
     ]
     assert lines(prefill)["evenshare"] == pytest.approx([102.4, 204.8])
-    speed = plot.draw_w4a16(results("w4a16"))
+    ragged = figures.draw_ragged(results("attention_prefill"))
+    assert ragged is not None
+    assert [bar.get_width() for bar in ragged.axes[0].patches] == pytest.approx([100, 50, 20])  # type: ignore[attr-defined]
+    assert [text.get_text() for text in ragged.axes[0].get_yticklabels()] == ["4/2 heads, zipf"]
+    speed = figures.draw_w4a16(results("w4a16"))
     assert speed is not None
     assert lines(speed)["64 x 128"] == pytest.approx([2, 0.25])
 
 
 def test_policies_are_held_against_the_best() -> None:
-    table = plot.draw_policies(plot.Results(REPORTS["policies"], Path("nowhere")))
+    table = figures.draw_policies(figures.Results(REPORTS["policies"], Path("nowhere")))
     assert table is not None
     assert [panel.get_title(loc="left") for panel in table.axes] == ["measured", "simulated"]
     measured, simulated = ([text.get_text() for text in panel.texts] for panel in table.axes)
@@ -134,11 +139,11 @@ def test_the_table_of_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_corpus_beside_the_results_of_its_commit(tmp_path: Path) -> None:
-    results = plot.Results(report("gemm_corpus"), tmp_path / "a.json")
-    assert plot.draw_gemm(results) is None
+    results = figures.Results(report("gemm_corpus"), tmp_path / "a.json")
+    assert figures.draw_gemm(results) is None
     path = tmp_path / "gemm_corpus-some-gpu.csv"
     path.write_text("# abcdef0123\nm,n,k,ours,cublas,data_parallel\n128,128,128,10,20,nan\n128,128,256,10,20,nan\n")
-    figure = plot.draw_gemm(results)
+    figure = figures.draw_gemm(results)
     assert figure is not None
     assert [panel.get_title() for panel in figure.axes] == ["cuBLAS, 2 shapes", "evenshare"]
     offsets = figure.axes[1].collections[-1].get_offsets().tolist()  # type: ignore[union-attr]

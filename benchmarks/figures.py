@@ -162,14 +162,20 @@ def draw_prefill(results: Results) -> Figure | None:
 
 def draw_ragged(results: Results) -> Figure | None:
     """TFLOP/s of ragged batches, contiguous and over pages."""
-    bars = {
-        row.case.partition(", ")[2]: {
-            f"{OURS}, {name}" if name.startswith("page ") else name: row.flops / us * 1e-6
-            for name, us in times(row).items()
-        }
-        for row in results.report.rows
-        if row.case.startswith("ragged, ") and row.flops and row.unit == "us"
-    }
+
+    def place(name: str) -> tuple[bool, bool, int]:
+        """Ours, large pages before small ones, the peers."""
+        page = re.fullmatch(r"page (\d+)", name)
+        return name != OURS, page is None, -int(page[1]) if page else 0
+
+    bars = {}
+    for row in results.report.rows:
+        if row.case.startswith("ragged, ") and row.flops and row.unit == "us":
+            rates = {name: row.flops / us * 1e-6 for name, us in times(row).items()}
+            bars[row.case.partition(", ")[2]] = {
+                f"{OURS}, {name}" if name.startswith("page ") else name: rates[name]
+                for name in sorted(rates, key=place)
+            }
     return _bars(results, bars, "TFLOP/s")
 
 
@@ -305,7 +311,7 @@ def _bars(results: Results, bars: dict[str, dict[str, float]], axis: str) -> Fig
     if len(names) > 1:
         handles, labels = panel.get_legend_handles_labels()
         unique = dict(zip(labels, handles, strict=True))
-        figure.legend(unique.values(), unique, loc="outside lower center", ncols=len(unique), frameon=False)
+        figure.legend(unique.values(), unique, loc="outside lower center", ncols=min(len(unique), 4), frameon=False)
     return figure
 
 

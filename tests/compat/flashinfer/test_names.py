@@ -53,10 +53,10 @@ def test_without_it_nothing_is_found() -> None:
 def test_what_is_missing_says_so_when_used() -> None:
     from flashinfer.fp4_quantization import nvfp4_quantize  # type: ignore[import-not-found]
     from flashinfer.jit import JitSpec, build_jit_specs, gen_batch_prefill_module  # type: ignore[import-not-found]
-    from flashinfer.mla import BatchMLAPagedAttentionWrapper  # type: ignore[import-not-found]
+    from flashinfer.mla import xqa_batch_decode_with_kv_cache_mla  # type: ignore[import-not-found]
     from flashinfer.testing import bench_gpu_time  # type: ignore[import-not-found]
 
-    names = (nvfp4_quantize, JitSpec, build_jit_specs, BatchMLAPagedAttentionWrapper, bench_gpu_time)
+    names = (nvfp4_quantize, JitSpec, build_jit_specs, xqa_batch_decode_with_kv_cache_mla, bench_gpu_time)
     for missing in (*names, gen_batch_prefill_module):
         with pytest.raises(NotImplementedError, match=f"{missing.__name__}: got a call, want none: "):
             missing(1, 2, three=3)

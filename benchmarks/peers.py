@@ -116,6 +116,30 @@ def paged_decode(
     return lambda: wrapper.run(q, (k_cache, v_cache))
 
 
+def paged_mla(
+    name: str,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    ckv: torch.Tensor,
+    kpe: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_lens: torch.Tensor,
+    sm_scale: float,
+) -> Call | None:
+    """Causal latent attention over pages [num_pages, page_size, 512 and 64]; metadata on the host."""
+    if name != "flashinfer":
+        return None
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(256 << 20, dtype=torch.uint8, device=q_nope.device))
+    metadata = (t.to(q_nope.device) for t in (qo_indptr, kv_indptr, kv_indices, kv_lens))
+    heads, dims = q_nope.shape[1], (q_nope.shape[2], q_pe.shape[2])
+    wrapper.plan(*metadata, heads, *dims, ckv.shape[1], True, sm_scale, q_nope.dtype, ckv.dtype)
+    return lambda: wrapper.run(q_nope, q_pe, ckv, kpe)
+
+
 def w4a16(
     name: str, x: torch.Tensor, weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, group_size: int
 ) -> Call | None:

@@ -27,6 +27,7 @@ TABLES = (
     Table("attention_prefill"),
     Table("attention_decode"),
     Table("attention_mixed"),
+    Table("mla"),
     Table("plan"),
     Table("w4a16"),
     Table("moe"),

@@ -111,7 +111,8 @@ def run_all(tables: Sequence[Table], folder: Path, seconds: float, console: Cons
     folder.mkdir(parents=True, exist_ok=True)
     commit, gpus, end = harness.current_commit(), torch.cuda.device_count(), time.monotonic() + seconds
     if commit == "unknown" or commit.endswith("-dirty"):
-        console.print(f"commit {commit}: what was measured of it before is measured again", style="dim", markup=False)
+        advice = "set EVENSHARE_COMMIT where there is no git" if commit == "unknown" else "commit first to go on later"
+        console.print(f"commit {commit}: everything is measured again; {advice}", style="dim", markup=False)
     outcomes: dict[str, Outcome] = {}
     for number, table in enumerate(tables, 1):
         heading = f"[{number}/{len(tables)}] {table.name}"

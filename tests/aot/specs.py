@@ -22,13 +22,13 @@ from evenshare.schedule.kernels import parts, shares
 
 if __package__:
     from tests.aot.hopper_gemm_specs import hopper_fp8_specs, hopper_skinny_specs, portable_fp8_specs
-    from tests.aot.mla_specs import mla_specs
+    from tests.aot.mla_specs import hopper_mla_specs, mla_specs
     from tests.aot.ops_specs import ops_specs
     from tests.aot.sparse_specs import sparse_specs
     from tests.aot.variant_specs import variant_specs
 else:  # beside the script that compiles them
     from hopper_gemm_specs import hopper_fp8_specs, hopper_skinny_specs, portable_fp8_specs
-    from mla_specs import mla_specs
+    from mla_specs import hopper_mla_specs, mla_specs
     from ops_specs import ops_specs
     from sparse_specs import sparse_specs
     from variant_specs import variant_specs
@@ -63,7 +63,7 @@ class Spec:
     @property
     def wgmma(self) -> bool:
         """Whether sm_90 must use its warp-group instruction, which takes 64 rows."""
-        return self.tensor_cores and self.constants.get("BLOCK_M", 64) >= 64 and "PAIR" not in self.constants
+        return self.tensor_cores and self.constants.get("BLOCK_M", 64) >= 64 and "TURNS" not in self.constants
 
     def signature(self) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]]:
         """(types, constants, attributes) by argument, as the launch would specialise them. Raises ValueError for a wrong name."""
@@ -405,22 +405,23 @@ def dequantize_specs() -> Iterator[Spec]:
 
 def hopper_few_specs() -> Iterator[Spec]:
     """The 4-bit product of few tokens in Gluon."""
-    # dtype, tokens, groups of rows, turns on the way, turns, group, form, activation, known spills
+    # dtype, tokens, turns on the way, those of a unit, turns, group, form, activation, known spills
     cases = [
-        ("bf16", 1, 2, 1, 4, 128, "symmetric", None, 0),
-        ("fp16", 1, 2, 1, 2, 64, "zeros", "gelu", 0),
-        ("bf16", 8, 2, 1, 4, 128, "symmetric", "silu_and_multiply", 0),
-        ("bf16", 8, 1, 1, 2, 32, "offsets", None, 0),
-        ("fp16", 8, 1, 1, 2, 16, "zeros", None, 0),
-        ("bf16", 16, 2, 1, 2, 128, "symmetric", None, 0),
-        ("bf16", 1, 1, 1, 4, 32, "e2m1", None, 2),
-        ("bf16", 8, 1, 1, 4, 16, "e2m1", None, 0),
-        ("fp16", 16, 2, 1, 2, 64, "nf4", None, 0),
+        ("bf16", 1, 4, 4, 4, 128, "symmetric", None, 0),
+        ("bf16", 1, 4, 1, 7, 128, "symmetric", None, 0),
+        ("fp16", 1, 2, 2, 8, 64, "zeros", "gelu", 0),
+        ("bf16", 8, 4, 4, 4, 128, "symmetric", "silu_and_multiply", 0),
+        ("bf16", 8, 2, 2, 2, 32, "offsets", None, 0),
+        ("bf16", 8, 4, 4, 4, 64, "symmetric", None, 28),
+        ("fp16", 8, 2, 2, 2, 16, "zeros", None, 40),
+        ("bf16", 1, 2, 2, 4, 32, "e2m1", None, 0),
+        ("bf16", 8, 2, 2, 4, 16, "e2m1", None, 0),
+        ("fp16", 8, 4, 1, 1, 64, "nf4", "silu_and_multiply", 0),
     ]
-    for dtype, tokens, pair, depth, turns, group, form, activation, known_spills in cases:
-        constants: dict[str, Any] = {"GROUP_SIZE": group, "FORM": FORMS[form].value, "TOKENS": tokens, "PAIR": pair}
+    for dtype, tokens, depth, unit, turns, group, form, activation, known_spills in cases:
+        constants: dict[str, Any] = {"GROUP_SIZE": group, "FORM": FORMS[form].value, "TOKENS": tokens}
         constants |= {"ACTIVATION": epilogue.get_activation(activation), "GATED": activation == "silu_and_multiply"}
-        constants |= {"DEPTH": depth, "TURNS": turns, "num_warps": 16, "residual_ptr": None}
+        constants |= {"DEPTH": depth, "UNIT": unit, "TURNS": turns, "num_warps": 16, "residual_ptr": None}
         types = pointers(dtype, "x", "scales", "zeros", "bias", "out") | pointers("i32", "words")
         if form == "zeros":
             types |= pointers("i16", "zeros")
@@ -428,7 +429,7 @@ def hopper_few_specs() -> Iterator[Spec]:
             del types["zeros_ptr"]
             constants["zeros_ptr"] = None
         yield Spec(
-            f"hopper few w4a16 {dtype} {tokens} g{group} {form} {activation or ''}".strip(),
+            f"hopper few w4a16 {dtype} {tokens}, {depth} of {turns} turns, g{group} {form} {activation or ''}".strip(),
             hopper_few.w4a16_few,
             constants,
             types,
@@ -798,6 +799,7 @@ def all_specs() -> list[Spec]:
         *small_specs(),
         *sparse_specs(Spec, pointers),
         *mla_specs(Spec, pointers),
+        *hopper_mla_specs(Spec, pointers),
         *ops_specs(Spec, pointers),
         *variant_specs(attention_specs()),
     ]

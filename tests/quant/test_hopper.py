@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import zlib
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from evenshare.device.target import Target
-from evenshare.quant import QuantizedWeight, hopper, hopper_few, launch, quantize
+from evenshare.quant import QuantizedWeight, hopper, hopper_few, hopper_weight, launch, quantize
 from evenshare.quant.encodings import CODEBOOKS
 from evenshare.quant.kernels import hopper_few as few_kernels
 from evenshare.quant.kernels import hopper_w4a16
@@ -64,7 +65,7 @@ def product(
     n_out = weight.n // 2 if activation in GATES else weight.n
     wide = torch.full((x.shape[0] + 2, n_out + 3), torch.nan, dtype=x.dtype)
     out = wide[1:-1, 1:-2]
-    assert hopper.refusal(x.dtype, weight, target(num_sms)) is None
+    assert hopper_weight.refusal(x.dtype, weight, target(num_sms)) is None
     hopper.matmul(x, weight, bias, activation, residual, out, target(num_sms))
     assert wide.isnan().sum() >= wide.numel() - out.numel(), "written outside"
     return out
@@ -200,17 +201,40 @@ def test_what_is_left_to_the_portable_kernel() -> None:
         "4-bit": (BF16, quantize(torch.randn(64, 512), 128, bits=8)),
     }
     for reason, (dtype, operand) in cases.items():
-        found = hopper.refusal(dtype, operand, target())
+        found = hopper_weight.refusal(dtype, operand, target())
         assert found is not None
         assert reason in found
 
 
 def test_tiles_hold_the_tokens() -> None:
     """Above 64 tokens a weight of few steps takes tiles of 64, whose partials are smaller."""
-    geometry = hopper.pack(random_weight(256, 4096, 128, "symmetric"), False).geometry
+    geometry = hopper_weight.pack(random_weight(256, 4096, 128, "symmetric"), False).geometry
     for m, n, want in ((1, 4096, 8), (9, 4096, 16), (17, 4096, 32), (64, 4096, 64), (128, 4096, 64), (128, 14336, 128)):
         assert hopper.plan_matmul(m, n, geometry, 132).tile.block_m == want
     assert hopper.plan_matmul(8192, 4096, geometry, 132).tile.block_m == 128
+
+
+def test_turns_of_few_tokens() -> None:
+    """Passes of 2 and 4 turns are on their way as a whole; of 7 turns, which 4 do not divide, each is a unit."""
+    for k, group_size, want in (
+        (4096, 128, (2, 2, 2)),
+        (8192, 128, (4, 4, 4)),
+        (14336, 128, (4, 1, 7)),
+        (8192, 32, (2, 2, 4)),
+    ):
+        geometry = hopper_weight.pack(random_weight(16, k, group_size, "symmetric"), False).geometry
+        tile = hopper_few.make_tile(1, geometry)
+        assert tile is not None
+        assert (tile.depth, tile.unit, tile.turns) == want
+    assert hopper_few.make_tile(9, geometry) is None
+    assert hopper_few.make_tile(8, dataclasses.replace(geometry, num_blocks=14336 // 64)) is None, "x does not fit"
+
+
+@pytest.mark.parametrize("k", [256, 4096, 6144, 14336])
+def test_passes_of_any_number_of_turns(k: int) -> None:
+    """Of one turn, of a unit, of several units, of turns that no unit divides; workers have no, one or several bands."""
+    for m, n in ((1, 16), (1, 100), (8 if k < 14336 else 1, 250)):
+        check(torch.randn(m, k).to(BF16), random_weight(n, k, 128, "symmetric"))
 
 
 def test_preparation_packs_what_the_call_uses() -> None:

@@ -18,7 +18,7 @@ from evenshare.gemm import launch as gemm
 from evenshare.gemm.epilogue import Epilogue
 from evenshare.quant.encodings import CODEBOOKS, INTEGER
 from evenshare.quant.experts import ExpertWeights
-from evenshare.quant.hopper import PIECE_BYTES, for_tma
+from evenshare.quant.hopper_weight import PIECE_BYTES, for_tma
 from evenshare.quant.kernels.dequantize import FLOAT_OFFSETS, INTEGER_ZEROS
 from evenshare.quant.kernels.dequantize_weight import dequantize_weight
 from evenshare.quant.packing import FORMS, ONE_GROUP

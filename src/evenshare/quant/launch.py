@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 import triton
 
@@ -23,13 +21,13 @@ from evenshare.quant.weight import QuantizedWeight
 GATHER_ROWS = 64
 
 
-def _hopper(dtype: torch.dtype, weight: QuantizedWeight, target: Target) -> ModuleType | None:
-    """The Hopper kernel's side, if it computes this."""
+def _on_hopper(dtype: torch.dtype, weight: QuantizedWeight, target: Target) -> bool:
+    """Whether the Hopper kernels, whose modules are loaded only for them, compute this."""
     if target.capability != HOPPER:
-        return None
-    from evenshare.quant import hopper
+        return False
+    from evenshare.quant import hopper_weight
 
-    return hopper if hopper.refusal(dtype, weight, target) is None else None
+    return hopper_weight.refusal(dtype, weight, target) is None
 
 
 def pack(
@@ -40,8 +38,10 @@ def pack(
         from evenshare.quant import dense
 
         dense.pack(weight, dtype)
-    if num_experts is None and (hopper := _hopper(dtype, weight, target)) is not None:
-        hopper.pack(weight, is_gated(activation))
+    if num_experts is None and _on_hopper(dtype, weight, target):
+        from evenshare.quant import hopper_weight
+
+        hopper_weight.pack(weight, is_gated(activation))
     else:
         packing.pack(weight, num_experts)
 
@@ -62,7 +62,9 @@ def matmul(
         if dense.takes(x, weight, target):
             dense.matmul(x, weight, bias, activation, residual, out, target)
             return
-    if (hopper := _hopper(x.dtype, weight, target)) is not None:
+    if _on_hopper(x.dtype, weight, target):
+        from evenshare.quant import hopper
+
         hopper.matmul(x, weight, bias, activation, residual, out, target)
         return
     portable_matmul(x, weight, bias, activation, residual, out, target)

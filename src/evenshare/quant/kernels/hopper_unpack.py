@@ -1,4 +1,4 @@
-"""4-bit codes -> 16-bit numbers in the registers of a tensor core's left operand, without a shuffle (`quant/hopper.py` orders them so)."""
+"""4-bit codes -> 16-bit numbers in the registers of a tensor core's left operand, without a shuffle (`quant/hopper_weight.py` orders them so)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,8 +9,9 @@ from evenshare.quant.kernels.dequantize import E2M1
 
 STEP = gl.constexpr(128)  # columns of W
 BLOCK = gl.constexpr(64)  # columns of W in one load, of x in one panel of 128 bytes
-STRIP = gl.constexpr(64)  # rows of W that lie together: four warps'
-MIDDLE = gl.constexpr(8)
+BAND = gl.constexpr(16)  # rows of W that lie together: a warp's
+STRIP = gl.constexpr(64)  # of four warps
+MIDDLE = gl.constexpr(8)  # the zero point of symmetric codes
 E2M1_BFLOAT16, E2M1_FLOAT16 = (gl.constexpr(byte_tables(encodings.E2M1, wide)) for wide in (True, False))
 NF4_BFLOAT16, NF4_FLOAT16 = (gl.constexpr(byte_tables(encodings.NF4, wide)) for wide in (True, False))
 
@@ -163,25 +164,28 @@ def as_pair(zero, element: gl.constexpr):
 
 
 @gluon.jit
-def as_batch(numbers, operand: gl.constexpr):
-    """Numbers of [warps, 8, 4, steps of 16 columns] words -> [warps, 16, columns]: left operands, every register where it is."""
+def _in_order(numbers):
+    """Numbers of [warps, 8, 4, steps of 16 columns] words -> [warps, 2, 8, steps, 2, 4, 2], whose ends are rows and columns."""
     a0, a1, b0, b1, c0, c1, d0, d1 = numbers
     top = gl.join(gl.join(a0, a1), gl.join(c0, c1))  # rows 0 to 7 of the warp's 16; then pair, half of the 16 columns
     bottom = gl.join(gl.join(b0, b1), gl.join(d0, d1))
     both = gl.join(top, bottom)  # [warp, row, quad, step, pair, half, upper or lower]
-    both = gl.permute(both, [0, 6, 1, 3, 5, 2, 4])
-    both = gl.reshape(both, [a0.shape[0], 16, 16 * a0.shape[3]])
+    return gl.permute(both, [0, 6, 1, 3, 5, 2, 4])
+
+
+@gluon.jit
+def as_batch(numbers, operand: gl.constexpr):
+    """Numbers of [warps, 8, 4, steps of 16 columns] words -> [warps, 16, columns]: left operands, every register where it is."""
+    both = _in_order(numbers)
+    both = gl.reshape(both, [both.shape[0], 16, 16 * both.shape[3]])
     return gl.convert_layout(both, operand, assert_trivial=True)
 
 
 @gluon.jit
 def as_operand(numbers, operand: gl.constexpr):
     """As `as_batch`, one operand of all warps' rows, [16 warps, columns]."""
-    a0, a1, b0, b1, c0, c1, d0, d1 = numbers
-    top = gl.join(gl.join(a0, a1), gl.join(c0, c1))
-    bottom = gl.join(gl.join(b0, b1), gl.join(d0, d1))
-    both = gl.permute(gl.join(top, bottom), [0, 6, 1, 3, 5, 2, 4])
-    both = gl.reshape(both, [16 * a0.shape[0], 16 * a0.shape[3]])
+    both = _in_order(numbers)
+    both = gl.reshape(both, [16 * both.shape[0], 16 * both.shape[3]])
     return gl.convert_layout(both, operand, assert_trivial=True)
 
 

@@ -32,6 +32,7 @@ from evenshare.device.segments import (
 from evenshare.quant.kernels.dequantize import E2M1, FLOAT_OFFSETS, INTEGER_ZEROS, NF4
 from evenshare.quant.kernels.hopper_store import store_rows
 from evenshare.quant.kernels.hopper_unpack import (
+    BAND,
     BLOCK,
     MIDDLE,
     STEP,
@@ -79,7 +80,7 @@ def _produce(x, words, scales, zeros, worker, num_workers, tiles_m, iters_per_ti
             for half in gl.static_range(2):
                 at = 2 * stage + half
                 tma.async_copy_global_to_shared(
-                    words, [tile_n * STRIPS, 2 * step + half, 0, 0], bar, word_bufs.index(at)
+                    words, [tile_n * (STRIPS * STRIP // BAND), 2 * step + half, 0, 0], bar, word_bufs.index(at)
                 )
                 tma.async_copy_global_to_shared(x, [row, (2 * step + half) * BLOCK], bar, x_bufs.index(at))
             tma.async_copy_global_to_shared(scales, [group, tile_n * PIECES, 0], bar, scale_bufs.index(stage))
@@ -286,8 +287,8 @@ def w4a16(x, words, scales, zeros, bias_ptr, residual_ptr, out_ptr, partials_ptr
           STRIPS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """One worker of a `UniformPlan` of tiles [64 STRIPS rows of W, BLOCK_M tokens]; n: columns of out.
 
-    TMA descriptors: x, boxes [BLOCK_M, 64] of [m, k]; words, boxes [STRIPS, 1, 16, 32] of int32 [strips, k / 64, 16, 32] in the order of
-    `hopper_packing`; scales and zeros (int16 if they are zero points), boxes [groups of a step, 8, 8 STRIPS] of [groups, pieces, 8 STRIPS].
+    TMA descriptors: x, boxes [BLOCK_M, 64] of [m, k]; words, boxes [4 STRIPS, 1, 4, 32] of int32 [bands, k / 64, 4, 32] in the order of
+    `quant/hopper_weight.py`; scales and zeros (int16 if they are zero points), boxes [groups of a step, 8, 8 STRIPS] of [groups, pieces, 8 STRIPS].
     """
     panel: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     word_panel: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)

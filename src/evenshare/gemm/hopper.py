@@ -206,6 +206,7 @@ def _bind(
         CONSUMERS=tile.consumers,
         STAGES=tile.num_stages,
         num_warps=4,
+        launch_pdl=True,
     )
     static = (
         *factors,

@@ -132,6 +132,7 @@ def _bind(
         BLOCK_N=tile.block_n,
         STAGES=tile.num_stages,
         num_warps=4,
+        launch_pdl=True,
     )
     static = (n, *strides[2:], num_workers, -(-k // PANEL), MIN_STEPS_PER_SHARE, tile.cut_steps)
     return launcher.bind(device, (num_workers,), static, boxes)

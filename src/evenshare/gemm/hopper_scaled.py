@@ -135,6 +135,7 @@ def _bind(
         CONSUMERS=tile.consumers,
         STAGES=tile.num_stages,
         num_warps=4,
+        launch_pdl=True,
     )
     plan_arguments = (shares.num_workers, shares.num_tiles, shares.iters_per_tile, shares.num_whole)
     return launcher.bind(device, (shares.num_workers,), (factor, m, n, *strides, *plan_arguments), boxes)

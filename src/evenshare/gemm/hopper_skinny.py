@@ -154,6 +154,7 @@ def _bind(
         BLOCK_M=tile.block_m,
         STAGES=tile.num_stages,
         num_warps=4,
+        launch_pdl=True,
     )
     plan_arguments = (shares.num_workers, shares.num_tiles, shares.iters_per_tile, shares.num_whole)
     return launcher.bind(device, (shares.num_workers,), (*factors, m, n, *strides[2:], *plan_arguments), boxes)

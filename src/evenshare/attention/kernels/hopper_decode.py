@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from evenshare.attention.kernels.hopper_common import (
     BAD_INDEX,
@@ -541,6 +542,8 @@ def decode(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, worker_indptr_ptr, seg
         mbarrier.init(v_full.index(i), count=arrivals)
         mbarrier.init(v_empty.index(i), count=1)
     fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()  # the kernel before, which may write what this one reads or use the same workspace, ends here
     PRODUCER_WARPS: gl.constexpr = 4 if GATHER else 1
     gl.warp_specialize(
         [

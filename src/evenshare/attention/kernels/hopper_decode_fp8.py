@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from evenshare.attention.kernels.hopper_common import (
     BAD_INDEX,
@@ -326,6 +327,8 @@ def decode(q_ptr, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_p
     mbarrier.init(o_full, count=1)
     mbarrier.init(o_empty, count=1)
     fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()  # the kernel before, which may write what this one reads or use the same workspace, ends here
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     PRODUCER_WARPS: gl.constexpr = 4 if GATHER else 1

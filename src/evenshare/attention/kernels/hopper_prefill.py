@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from evenshare.attention.kernels.hopper_common import (
     BAD_INDEX,
@@ -487,6 +488,8 @@ def prefill(q, k, v, out_ptr, lse_ptr, kv_indices_ptr, k_scale_ptr, v_scale_ptr,
         mbarrier.init(v_empty.index(i), count=2)
         mbarrier.init(v_clear.index(i), count=1)
     fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()  # the kernel before, which may write what this one reads or use the same workspace, ends here
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from evenshare.device.gluon import halves, next_stage
 from evenshare.device.groups import deal
@@ -164,6 +165,8 @@ def grouped_matmul(a, b, out, out_ptr, bias_ptr, table_ptr, partials_ptr, counte
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
     fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()  # the kernel before, which may write what this one reads or use the same workspace, ends here
     worker = gl.program_id(0)
     tiles_m = gl.load(table_ptr + 3)
     tiles_n = (n + COLUMNS - 1) // COLUMNS

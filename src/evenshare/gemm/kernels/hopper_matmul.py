@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from evenshare.device.gluon import halves, next_stage
 from evenshare.device.segments import next_segment, partial_slot, share_begin
@@ -194,6 +195,8 @@ def matmul(a, b, out, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_pt
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
     fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()  # the kernel before, which may write what this one reads or use the same workspace, ends here
     worker = gl.program_id(0)
     tiles_m = (m + BLOCK_M - 1) // BLOCK_M
     tiles_n = (n + COLUMNS - 1) // COLUMNS

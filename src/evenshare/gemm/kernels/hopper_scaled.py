@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from evenshare.device.gluon import next_stage
 from evenshare.device.segments import next_segment, partial_slot, share_begin
@@ -182,6 +183,8 @@ def scaled_matmul(a, b, out, out_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residu
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
     fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()  # the kernel before, which may write what this one reads or use the same workspace, ends here
     worker = gl.program_id(0)
     tiles_m = (m + BLOCK_M - 1) // BLOCK_M
     tiles_n = (n + COLUMNS - 1) // COLUMNS

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from evenshare.device.gluon import next_stage
 from evenshare.device.segments import next_segment, partial_slot, share_begin
@@ -184,6 +185,8 @@ def matmul(a, b, out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, al
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()  # the kernel before, which may write what this one reads or use the same workspace, ends here
     worker = gl.program_id(0)
     tail = (num_tiles - num_whole) * iters_per_tile
     gl.warp_specialize(

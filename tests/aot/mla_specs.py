@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from evenshare.attention.kernels import mla
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from evenshare.attention.kernels import hopper_mla, mla
 
 
 def mla_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, str]]) -> Iterator[Any]:
@@ -44,4 +46,29 @@ def mla_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, str]])
             num_warps,
             tensor_cores=dtype != "fp32",
             known_spills=known_spills,
+        )
+
+
+def hopper_mla_specs(make: Callable[..., Any], pointers: Callable[..., dict[str, str]]) -> Iterator[Any]:
+    """Latent attention in Gluon."""
+    shared = pointers("fp32", "lse", "partial_o", "partial_lse")
+    shared |= pointers("i32", "kv_indices", "worker_indptr", "segments", "tiles", "counters", "status")
+    shared |= dict.fromkeys(("sm_scale", "lse_scale"), "fp32")
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    # dtype, heads, page size, keys of a box, causal, lse, known spills
+    cases = [("bf16", 128, 64, 64, True, True, 460), ("fp16", 48, 16, 16, False, False, 460)]
+    for dtype, heads, page_size, box, causal, has_lse, known_spills in cases:
+        constants = {"GROUP": heads, "PAGE_SIZE": page_size, "CAUSAL": causal, "HAS_LSE": has_lse, "BLOCK_N": 64}
+        constants |= {"BOX": box, "STAGES": 2, "num_warps": 4}
+        keys = f"tensordesc<{dtype}[1, 1, {box}, 64],{layout!r}>"
+        yield make(
+            f"hopper mla {dtype} {heads} heads page={page_size} causal={causal}",
+            hopper_mla.mla,
+            constants,
+            shared | pointers(dtype, "q_nope", "q_pe", "out") | {"ckv": keys, "kpe": keys},
+            ("stride_lse_head",),
+            ("num_q_tokens", "num_pages", "num_indices"),
+            tensor_cores=True,
+            known_spills=known_spills,
+            architectures=(90,),
         )

@@ -114,9 +114,9 @@ def test_whole_pieces() -> None:
     x = torch.zeros(6, 4, 40, dtype=torch.float16)
     whole = [x, x[::2], x[:, 1::2], x[..., :24], x[..., 3:19], x[:1].expand(1, 4, 40), x.transpose(0, 1)]
     broken = [x[..., :36].contiguous(), torch.zeros(6, 4, 41, dtype=torch.float16)[..., :40], x[:1].expand(6, 4, 40)]
-    assert [launch._has_whole_pieces(t) for t in whole] == [True] * len(whole)
-    assert [launch._has_whole_pieces(t) for t in broken] == [False] * len(broken)
-    assert launch._has_whole_pieces(torch.zeros(6, 4, 36))
+    assert [launch.has_whole_pieces(t) for t in whole] == [True] * len(whole)
+    assert [launch.has_whole_pieces(t) for t in broken] == [False] * len(broken)
+    assert launch.has_whole_pieces(torch.zeros(6, 4, 36))
 
 
 def test_rows_that_hopper_cannot_copy_run_on_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:

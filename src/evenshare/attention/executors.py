@@ -173,9 +173,12 @@ class DealtTiles:
         self.kv_indices = self.tiles if batch.kv_indices is None else batch.kv_indices.to(device, non_blocking=True)
         self.num_indices = batch.num_indices
         if self.workspace is None:
-            elements = self.schedule.max_slots * launch.partial_elements(problem, self.tile)
-            # Two counters a split tile: the Hopper kernel merges its halves one by one.
+            elements = self.schedule.max_slots * self.partial_elements()
+            # Two counters a split tile: the Hopper kernels merge its halves one by one.
             self.workspace = new_workspace(elements, 2 * self.schedule.max_counters, device)
+
+    def partial_elements(self) -> int:
+        return launch.partial_elements(self.problem, self.tile)
 
 
 class TritonExecutor(DealtTiles):

@@ -43,7 +43,7 @@ def partial_elements(problem: Problem, tile: TileConfig) -> int:
 
 
 def _block_dim(dim: int, tile: TileConfig) -> int:
-    smallest = {"forward": 16, "mla": 16, "hopper_decode_fp8": FP8_BOX_DIMS}  # 16: the smallest mma
+    smallest = {"forward": 16, "hopper_decode_fp8": FP8_BOX_DIMS}  # 16: the smallest mma
     return padded_dim(dim, smallest.get(tile.kernel, BOX_DIMS))
 
 
@@ -137,7 +137,7 @@ class ForwardLauncher:
         if self.tile.kernel == "forward":
             return self._bind_portable(self.tile, *call)
         portable = self._bind_portable(portable_twin(self.tile), *call)
-        if not all(_has_whole_pieces(t) for t in (q, k, v)):
+        if not all(has_whole_pieces(t) for t in (q, k, v)):
             return portable
         hopper = self._bind_hopper(*call)
 
@@ -196,7 +196,7 @@ class ForwardLauncher:
         box = 0 if widens else box_rows(problem, tile.block_n)
         boxes: dict[int, Box] = {}
         if box and k.numel() and v.numel():
-            boxes = {1: _box(k, box), 2: _box(v, box)}
+            boxes = {1: key_box(k, box), 2: key_box(v, box)}
         constants = self._constants(tile, q, lse)
         gathers = not boxes
         constants |= {"GATHER": gathers, "BOX": box, "STAGES": tile.num_stages}
@@ -288,7 +288,7 @@ def _variant_functions(variant: Variant | None) -> dict[str, Any]:
     return {"VARIANT": variant.modify, **functions, "BASE_2": variant.scores_in_base_2, "SOFTMAX": variant.softmax}
 
 
-def _box(t: torch.Tensor, rows: int) -> Box:
+def key_box(t: torch.Tensor, rows: int) -> Box:
     """Boxes of `rows` keys and 128 bytes of one KV head of [pages or requests, tokens, heads, dims] or [tokens, heads, dims]."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -306,7 +306,7 @@ def _q_box(q: torch.Tensor, group: int, tokens: int) -> Box:
     return Box(tuple(q.shape), tuple(q.stride()), (1,) * (q.dim() - 4) + (tokens, 1, group, BOX_DIMS), layout)
 
 
-def _has_whole_pieces(t: torch.Tensor) -> bool:
+def has_whole_pieces(t: torch.Tensor) -> bool:
     """Whether every row begins at a multiple of 16 bytes from the first, and no dimension repeats its values."""
     piece = PIECE_BYTES // t.element_size()
     dims = zip(t.shape[:-1], t.stride()[:-1], strict=True)

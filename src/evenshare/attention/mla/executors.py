@@ -13,7 +13,7 @@ import torch
 
 from evenshare.attention import reference
 from evenshare.attention.executors import LN2, Capacity, DealtTiles, HostLengths, Run
-from evenshare.attention.mla import launch
+from evenshare.attention.mla.launch import MLALauncher
 from evenshare.attention.mla.problem import MLAProblem
 from evenshare.attention.mla.tiles import choose_mla_tile
 from evenshare.device.target import Target
@@ -64,6 +64,10 @@ class TritonMLA(DealtTiles):
         tile = choose_mla_tile(problem, mean_qo_len, target.capability, target.interpreted)
         super().__init__(problem, tile, capacity, target, policy, planner)
 
+    def partial_elements(self) -> int:
+        """fp32 values of one partial: o [block_m, C], and an lse of each row for either half of its columns."""
+        return self.tile.block_m * (self.problem.head_dim_v + 2)
+
     def bind(
         self,
         q_nope: torch.Tensor,
@@ -78,10 +82,8 @@ class TritonMLA(DealtTiles):
         assert self.workspace is not None
         if self.schedule.num_workers == 0 or self.tiles.shape[0] == 0 or out.numel() == 0:
             return _run_nothing
-        start = launch.bind(
-            self.problem, self.tile, self.schedule, self.tiles, self.workspace, self.status, q_nope, q_pe, ckv, kpe, out, lse,
-            self.num_indices, lse_scale,
-        )  # fmt: skip
+        launcher = MLALauncher(self.problem, self.tile, self.schedule, self.tiles, self.workspace, self.status)
+        start = launcher.bind(q_nope, q_pe, ckv, kpe, out, lse, self.num_indices, lse_scale)
         no_lse = self.workspace.partials
 
         def run(q_nope: Any, q_pe: Any, ckv: Any, kpe: Any, out: Any, lse: Any) -> None:

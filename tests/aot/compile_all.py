@@ -128,7 +128,9 @@ def main() -> int:
     specs = all_specs()
     chosen = [number for number, spec in enumerate(specs) if all(word in spec.name for word in options.words)]
     if not chosen:
-        print(f"words: got {' '.join(options.words)}, want words of one of: {', '.join(spec.name for spec in specs)}")
+        print(
+            f"words: got {' '.join(options.words)}, want words that are all in one of {len(specs)} names, as {specs[0].name}"
+        )
         return 2
     width = max(len(specs[number].name) for number in chosen)
     print(f"triton {triton.__version__}, {len(chosen)} kernels, sm_{' and sm_'.join(map(str, ARCHITECTURES))}")

@@ -32,16 +32,8 @@ DEVICE_FUNCTIONS = {
     "produce",
 }
 DEVICE_FUNCTIONS |= {"request_bounds", "store_segment", "clear_segments", "dequantize", "accumulate"}
-DEVICE_FUNCTIONS |= {
-    "tile_coordinates",
-    "coordinates",
-    "stage_before",
-    "parts_of_64",
-    "store_columns",
-    "arrive",
-    "merge",
-}
-DEVICE_FUNCTIONS |= {"join", "merge_tile", "with_sink", "store_rows"}
+DEVICE_FUNCTIONS |= {"tile_coordinates", "coordinates", "stage_before", "parts_of_64", "store_columns"}
+DEVICE_FUNCTIONS |= {"join", "merge_tile", "merge_partials", "with_sink", "store_rows"}
 DEVICE_FUNCTIONS |= {
     "integers",
     "looked_up",

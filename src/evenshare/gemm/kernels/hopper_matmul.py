@@ -19,15 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from evenshare.device.gluon import halves, next_stage
+from evenshare.device.partials import arrive, merge, store_partial
 from evenshare.device.segments import next_segment, partial_slot, share_begin
-from evenshare.gemm.kernels.hopper_tile import (
-    arrive,
-    coordinates,
-    merge,
-    parts_of_64,
-    stage_before,
-    store_columns,
-)
+from evenshare.gemm.kernels.hopper_tile import coordinates, parts_of_64, stage_before, store_columns
 
 PANEL = gl.constexpr(64)  # 16-bit numbers of the widest swizzle, 128 bytes; and the k of a step
 
@@ -100,8 +94,6 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partial
     COLUMNS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     SLOT: gl.constexpr = BLOCK_M * BLOCK_N
     AT_ONCE: gl.constexpr = 2 if BLOCK_N == 256 else 4
-    offsets = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)).expand_dims(1) * BLOCK_N
-    offsets += gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)).expand_dims(0)
     stage = 0
     phase = 0
     tile = worker
@@ -137,12 +129,12 @@ def _consume(number: gl.constexpr, out, out_ptr, bias_ptr, residual_ptr, partial
             tile_begin = split_tile * iters_per_tile
             slot = (worker * 2 + (own_begin < tile_begin).to(gl.int32)).to(gl.int64)
             own_partials_ptr = partials_ptr + number * ROWS * BLOCK_N  # of this consumer's rows
-            gl.store(own_partials_ptr + slot * SLOT + offsets, acc)
+            store_partial(own_partials_ptr + slot * SLOT, acc)
             counter_ptr = counters_ptr + split_tile * CONSUMERS + number
             complete, first, last = arrive(counter_ptr, tile_begin, iters_per_tile, tail, num_workers)
             if complete:
                 first_slot = partial_slot(first, tile_begin, tail, num_workers)
-                acc = merge(offsets, own_partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
+                acc = merge(acc, own_partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
         if complete:
             if GATED:
                 gate, up = halves(acc)

@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from evenshare.device.gluon import next_stage
+from evenshare.device.partials import arrive, merge, store_partial
 from evenshare.device.segments import next_segment, partial_slot, share_begin
-from evenshare.gemm.kernels.hopper_tile import arrive, coordinates, merge, parts_of_64, store_columns
+from evenshare.gemm.kernels.hopper_tile import coordinates, parts_of_64, store_columns
 
 PANEL = gl.constexpr(128)  # fp8 numbers of the widest swizzle; the k of a step, and what shares a scale
 
@@ -70,7 +71,6 @@ def _consume(number: gl.constexpr, out, out_ptr, scale_a_ptr, scale_b_ptr, bias_
     COLUMNS: gl.constexpr = WIDTH if GATED else PARTS * WIDTH  # of out
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
     inner = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    offsets = inner.expand_dims(1) * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)).expand_dims(0)
     columns_b = 2 * n if GATED else n
     stage = 0
     phase = 0
@@ -125,16 +125,16 @@ def _consume(number: gl.constexpr, out, out_ptr, scale_a_ptr, scale_b_ptr, bias_
             tile_begin = split_tile * iters_per_tile
             slot = (worker * 2 + (own_begin < tile_begin).to(gl.int32)).to(gl.int64)
             own_partials_ptr = partials_ptr + number * PARTS * PART
-            gl.store(own_partials_ptr + slot * SLOT + offsets, first_acc)
+            store_partial(own_partials_ptr + slot * SLOT, first_acc)
             if PARTS == 2:
-                gl.store(own_partials_ptr + PART + slot * SLOT + offsets, second_acc)
+                store_partial(own_partials_ptr + PART + slot * SLOT, second_acc)
             counter_ptr = counters_ptr + split_tile * CONSUMERS + number
             complete, first, last = arrive(counter_ptr, tile_begin, iters_per_tile, tail, num_workers)
             if complete:
                 first_slot = partial_slot(first, tile_begin, tail, num_workers)
-                first_acc = merge(offsets, own_partials_ptr, first, last, first_slot, SLOT, 2)
+                first_acc = merge(first_acc, own_partials_ptr, first, last, first_slot, SLOT, 2)
                 if PARTS == 2:
-                    second_acc = merge(offsets, own_partials_ptr + PART, first, last, first_slot, SLOT, 2)
+                    second_acc = merge(second_acc, own_partials_ptr + PART, first, last, first_slot, SLOT, 2)
         if complete:
             parts = parts_of_64(first_acc)
             ups = parts

@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from evenshare.device.gluon import next_stage
+from evenshare.device.partials import arrive, merge, store_partial
 from evenshare.device.segments import next_segment, partial_slot, share_begin
-from evenshare.gemm.kernels.hopper_tile import arrive, merge, stage_before
+from evenshare.gemm.kernels.hopper_tile import stage_before
 
 PANEL = gl.constexpr(64)  # 16-bit numbers of the widest swizzle, 128 bytes
 STEP = gl.constexpr(128)  # of k
@@ -100,8 +101,6 @@ def _consume(out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, alpha,
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16]
     )
-    offsets = gl.arange(0, STRIP, layout=gl.SliceLayout(1, layout)).expand_dims(1) * BLOCK_M
-    offsets += gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout)).expand_dims(0)
     stage = 0
     phase = 0
     tile = worker
@@ -142,15 +141,15 @@ def _consume(out_ptr, bias_ptr, residual_ptr, partials_ptr, counters_ptr, alpha,
         if not complete:
             tile_begin = split_tile * iters_per_tile
             slot = (worker * 2 + (own_begin < tile_begin).to(gl.int32)).to(gl.int64)
-            gl.store(partials_ptr + slot * SLOT + offsets, first_acc)
+            store_partial(partials_ptr + slot * SLOT, first_acc)
             if STRIPS == 2:
-                gl.store(partials_ptr + PART + slot * SLOT + offsets, second_acc)
+                store_partial(partials_ptr + PART + slot * SLOT, second_acc)
             complete, first, last = arrive(counters_ptr + split_tile, tile_begin, iters_per_tile, tail, num_workers)
             if complete:
                 first_slot = partial_slot(first, tile_begin, tail, num_workers)
-                first_acc = merge(offsets, partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
+                first_acc = merge(first_acc, partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
                 if STRIPS == 2:
-                    second_acc = merge(offsets, partials_ptr + PART, first, last, first_slot, SLOT, AT_ONCE)
+                    second_acc = merge(second_acc, partials_ptr + PART, first, last, first_slot, SLOT, AT_ONCE)
         if complete:
             column = current * (STRIP if GATED else STRIPS * STRIP)
             _store(out_ptr, bias_ptr, residual_ptr, first_acc, second_acc, alpha, beta, column, m, n,

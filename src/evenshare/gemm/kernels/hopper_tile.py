@@ -1,11 +1,10 @@
-"""What the Hopper products do alike: the walk over tiles and the ring, the merge of a tile's partials, what follows the sum."""
+"""What the Hopper products do alike: the walk over tiles and the ring, and what follows the sum."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from evenshare.device.gluon import barrier, halves
-from evenshare.device.segments import first_contributor, slot_of_contributor
 
 COLUMNS_AT_ONCE = gl.constexpr(64)  # of a tile in what follows the sum: 128 bytes of 16-bit numbers, the widest swizzle
 # Row tiles that neighbouring workers take before the next column tile: they share the rows' and the columns' loads through L2.
@@ -91,54 +90,3 @@ def store_columns(out, out_ptr, row_scale_ptr, stride_row_scale, column_scale_pt
         fence_async_shared()
         barrier()
         tma.async_copy_shared_to_global(out, [row, column], out_buf)
-
-
-@gluon.jit
-def arrive(counter_ptr, tile_begin, iters_per_tile, tail, num_workers):
-    """A contributor has stored its partial of the tile of the tail's iterations from tile_begin on: (whether it is the last one to do
-    so, the tile's first contributor, the last)."""
-    first = first_contributor(tile_begin, tail, num_workers).to(gl.int32)
-    last = first_contributor(tile_begin + iters_per_tile - 1, tail, num_workers).to(gl.int32)
-    barrier()
-    is_last = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == last - first
-    if is_last:
-        gl.store(counter_ptr, 0)
-    return is_last, first, last
-
-
-@gluon.jit
-def _joined(left, right):
-    """As columns beside each other: no register moves."""
-    return gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [left.shape[0], 2 * left.shape[1]])
-
-
-@gluon.jit
-def _sum_partials(offsets, partials_ptr, first, last, first_slot, SLOT: gl.constexpr, AT_ONCE: gl.constexpr):
-    """AT_ONCE partials are under way together: one takes as long to arrive as several steps to be multiplied."""
-    acc = gl.zeros_like(offsets).to(gl.float32)
-    for begin in range(first, last + 1, AT_ONCE):
-        partials = ()
-        for i in gl.static_range(AT_ONCE):
-            slot = slot_of_contributor(begin + i, first, first_slot).to(gl.int64)
-            partials = partials + (gl.load(partials_ptr + slot * SLOT + offsets, mask=begin + i <= last, other=0.0),)
-        for i in gl.static_range(AT_ONCE):
-            acc += partials[i]
-    return acc
-
-
-@gluon.jit
-def merge(offsets, partials_ptr, first, last, first_slot, SLOT: gl.constexpr, AT_ONCE: gl.constexpr):
-    """The sum of all partials of a tile, of SLOT numbers each, in its order, 64 columns after another: loads want registers beside the
-    sum's, 32 for each of AT_ONCE if a part has 64 rows and columns."""
-    parts = parts_of_64(offsets)
-    if offsets.shape[1] <= COLUMNS_AT_ONCE:
-        merged = _sum_partials(parts[0], partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
-    else:
-        a = _sum_partials(parts[0], partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
-        b = _sum_partials(parts[1], partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
-        merged = _joined(a, b)
-        if offsets.shape[1] == 4 * COLUMNS_AT_ONCE:
-            c = _sum_partials(parts[2], partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
-            d = _sum_partials(parts[3], partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
-            merged = _joined(merged, _joined(c, d))
-    return gl.convert_layout(merged, offsets.type.layout, assert_trivial=True)

@@ -22,12 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from evenshare.device.gluon import barrier, halves, next_stage
+from evenshare.device.partials import arrive, merge, store_partial
 from evenshare.device.segments import (
-    first_contributor,
     next_segment,
     partial_slot,
     share_begin,
-    slot_of_contributor,
 )
 from evenshare.quant.kernels.dequantize import E2M1, FLOAT_OFFSETS, INTEGER_ZEROS, NF4
 from evenshare.quant.kernels.hopper_store import store_rows
@@ -125,35 +124,6 @@ def _of_group(buf, group: gl.constexpr, number: gl.constexpr, by_piece: gl.const
 
 
 @gluon.jit
-def _sum_partials(offsets, partials_ptr, first, last, first_slot, SIZE: gl.constexpr):
-    """AT_ONCE partials are under way together: each takes as long as a step."""
-    AT_ONCE: gl.constexpr = 8 if offsets.shape[1] <= 16 else 2  # up to 8 registers each, and up to 32
-    acc = gl.zeros_like(offsets).to(gl.float32)
-    for begin in range(first, last + 1, AT_ONCE):
-        partials = ()
-        for i in gl.static_range(AT_ONCE):
-            slot = slot_of_contributor(begin + i, first, first_slot).to(gl.int64)
-            partials = partials + (gl.load(partials_ptr + slot * SIZE + offsets, mask=begin + i <= last, other=0.0),)
-        for i in gl.static_range(AT_ONCE):
-            acc += partials[i]
-    return acc
-
-
-@gluon.jit
-def _merge(offsets, partials_ptr, first, last, first_slot, SIZE: gl.constexpr):
-    """The sum of all partials of a tile, in its order. Of many tokens half by half: loads want as many registers as the sum."""
-    if offsets.shape[1] == MOST_TOKENS:
-        left, right = halves(offsets)
-        left = _sum_partials(left, partials_ptr, first, last, first_slot, SIZE)
-        right = _sum_partials(right, partials_ptr, first, last, first_slot, SIZE)
-        acc = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [offsets.shape[0], offsets.shape[1]])
-        acc = gl.convert_layout(acc, offsets.type.layout, assert_trivial=True)
-    else:
-        acc = _sum_partials(offsets, partials_ptr, first, last, first_slot, SIZE)
-    return acc
-
-
-@gluon.jit
 def _add_part(at: gl.constexpr, words, x_buf, scale_buf, zero_buf, acc, sums, x_sums, ones, number: gl.constexpr,
               by_piece: gl.constexpr, layout: gl.constexpr, operand: gl.constexpr, GROUP_SIZE: gl.constexpr, FORM: gl.constexpr):  # fmt: skip
     """Part `at` of a step, of a group's columns or 64, multiplied by x; the group's sums are scaled and added to acc after its last one."""
@@ -209,8 +179,8 @@ def _consume(number: gl.constexpr, bias_ptr, residual_ptr, out_ptr, partials_ptr
     ones = gl.full([STRIP, BLOCK // PARTS], 1.0, element, operand)
     sums = gl.zeros([STRIP, BLOCK_M], gl.float32, layout)  # of a group: codes less their zero points, times x
     x_sums = sums  # of x alone
-    offsets = (number * STRIP + gl.arange(0, STRIP, layout=gl.SliceLayout(1, layout))).expand_dims(1) * BLOCK_M
-    offsets += gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout)).expand_dims(0)
+    SLOT: gl.constexpr = STRIPS * STRIP * BLOCK_M
+    AT_ONCE: gl.constexpr = 8 if BLOCK_M <= 16 else 2  # partials that are read together, into up to 64 registers
 
     stage = 0
     phase = 0
@@ -242,22 +212,13 @@ def _consume(number: gl.constexpr, bias_ptr, residual_ptr, out_ptr, partials_ptr
         if not complete:
             tile_begin = split_tile * iters_per_tile
             slot = (worker * 2 + (own_begin < tile_begin).to(gl.int32)).to(gl.int64)
-            gl.store(partials_ptr + slot * (STRIPS * STRIP * BLOCK_M) + offsets, acc)
-            first = first_contributor(tile_begin, tail, num_workers).to(gl.int32)
-            last = first_contributor(tile_begin + iters_per_tile - 1, tail, num_workers).to(gl.int32)
-            barrier()
+            own_partials_ptr = partials_ptr + number * STRIP * BLOCK_M
+            store_partial(own_partials_ptr + slot * SLOT, acc)
             counter_ptr = counters_ptr + split_tile * STRIPS + number
-            complete = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == last - first
+            complete, first, last = arrive(counter_ptr, tile_begin, iters_per_tile, tail, num_workers)
             if complete:
-                gl.store(counter_ptr, 0)
-                acc = _merge(
-                    offsets,
-                    partials_ptr,
-                    first,
-                    last,
-                    partial_slot(first, tile_begin, tail, num_workers),
-                    STRIPS * STRIP * BLOCK_M,
-                )
+                first_slot = partial_slot(first, tile_begin, tail, num_workers)
+                acc = merge(acc, own_partials_ptr, first, last, first_slot, SLOT, AT_ONCE)
         if complete:
             token = (current - tile_n * tiles_m) * BLOCK_M
             row = (tile_n * STRIPS + number) * STRIP
